@@ -1,0 +1,1 @@
+"""`hma`: launch, inspect and verify disaggregated serving of hybrid-attention models."""
