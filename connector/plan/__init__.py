@@ -1,0 +1,1 @@
+"""What must move, as arithmetic: group kinds, regions, the pairs of blocks, descriptors and runs. NumPy at most."""

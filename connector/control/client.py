@@ -1,0 +1,224 @@
+"""The client thread of the control channel, and one-shot questions for commands.
+
+A `ControlClient` owns one socket per peer and keeps every question's deadline. Callbacks run on its thread, once per
+question: with the reply, or with the error that stands for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import zmq
+
+from connector.control.clock import Clock, lease_clock
+from connector.errors import HmaError, PeerUnreachable, ProtocolError
+from connector.wire.codec import MAX_FRAME, Codec, key_from_environment
+from connector.wire.messages import Describe, Described, EngineDescription, Refused, Reply, Request
+
+logger = logging.getLogger("vllm.hma.control")
+
+Endpoint = tuple[str, int]
+OnReply = Callable[[Reply | HmaError, float], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    endpoint: Endpoint
+    message: Request
+    timeout: float
+    on_reply: OnReply
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    question: _Question
+    sent_at: float
+    deadline: float
+
+
+class ControlClient:
+    """Asks peers from a thread of its own.
+
+    on_tick: called on the thread; does periodic work and returns the time of the next call, or None for "when woken".
+    """
+
+    def __init__(self, codec: Codec, on_tick: Callable[[float], float | None], clock: Clock = lease_clock) -> None:
+        self._codec, self._on_tick, self._clock = codec, on_tick, clock
+        self._commands: queue.SimpleQueue[_Question | Endpoint | None] = queue.SimpleQueue()
+        self._context = zmq.Context()
+        self._near, self._far = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._far.bind("inproc://wake")
+        self._near.connect("inproc://wake")
+        self._wake_lock = threading.Lock()
+        self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._pending: dict[bytes, _Pending] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="hma-claims", daemon=True)
+        self._thread.start()
+
+    def ask(self, endpoint: Endpoint, message: Request, *, timeout: float, on_reply: OnReply) -> None:
+        """Send a question. `on_reply(reply, sent_at)` follows within `timeout` seconds. Never blocks."""
+        self._command(_Question(endpoint, message, timeout, on_reply))
+
+    def drop(self, endpoint: Endpoint) -> None:
+        """Close the socket to a peer; the next question opens a new one."""
+        self._command(endpoint)
+
+    def wake(self) -> None:
+        """Let `on_tick` run soon."""
+        with self._wake_lock:
+            if not self._closed:
+                try:
+                    self._near.send(b"", zmq.NOBLOCK)
+                except zmq.Again:  # the thread has a thousand wake-ups waiting already
+                    logger.debug("control client is behind")
+
+    def close(self) -> None:
+        """Stop the thread after what is queued has been sent. May be called twice."""
+        if not self._closed:
+            self._command(None)
+            self._thread.join(timeout=5)
+            with self._wake_lock:
+                self._closed = True
+                self._near.close(linger=0)
+            self._context.destroy(linger=200)
+
+    def _command(self, command: _Question | Endpoint | None) -> None:
+        self._commands.put(command)
+        self.wake()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._far, zmq.POLLIN)
+        running = True
+        while running:
+            now = self._clock()
+            self._expire(now)
+            due = self._guarded(self._on_tick, now)
+            deadlines = [pending.deadline for pending in self._pending.values()]
+            next_due = min([*deadlines, *([due] if due is not None else [])], default=None)
+            timeout = None if next_due is None else max(1, int((next_due - now) * 1000) + 1)
+            for socket, _ in poller.poll(timeout):
+                if socket is self._far:
+                    self._drain_wakes()
+                else:
+                    self._receive(socket)
+            running = self._run_commands(poller)
+        for socket in self._sockets.values():
+            socket.close(linger=200)
+        self._far.close(linger=0)
+
+    def _drain_wakes(self) -> None:
+        try:
+            while True:
+                self._far.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+    def _run_commands(self, poller: zmq.Poller) -> bool:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            if isinstance(command, _Question):
+                self._send(command, poller)
+            else:
+                self._drop(command, poller)
+
+    def _send(self, question: _Question, poller: zmq.Poller) -> None:
+        frame, nonce = self._codec.request(question.message)
+        now = self._clock()
+        self._pending[nonce] = _Pending(question, now, now + question.timeout)
+        try:
+            self._socket(question.endpoint, poller).send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            del self._pending[nonce]
+            unreachable = PeerUnreachable(f"Cannot reach {_name(question.endpoint)}: {error}.")
+            self._guarded(question.on_reply, unreachable, now)
+
+    def _socket(self, endpoint: Endpoint, poller: zmq.Poller) -> zmq.Socket[bytes]:
+        if endpoint not in self._sockets:
+            socket = open_socket(self._context, endpoint)
+            poller.register(socket, zmq.POLLIN)
+            self._sockets[endpoint] = socket
+        return self._sockets[endpoint]
+
+    def _drop(self, endpoint: Endpoint, poller: zmq.Poller) -> None:
+        if (socket := self._sockets.pop(endpoint, None)) is not None:
+            poller.unregister(socket)
+            socket.close(linger=0)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+            reply, nonce = self._codec.read_reply(frames[-1])
+        except zmq.ZMQError:
+            return
+        except ProtocolError as error:
+            logger.warning("control channel: a reply was dropped: %s", error)
+            return
+        pending = self._pending.pop(nonce, None)
+        if pending is not None:
+            self._guarded(pending.question.on_reply, reply, pending.sent_at)
+
+    def _expire(self, now: float) -> None:
+        for nonce in [nonce for nonce, pending in self._pending.items() if pending.deadline <= now]:
+            pending = self._pending.pop(nonce)
+            question = pending.question
+            silent = PeerUnreachable(f"No answer from {_name(question.endpoint)} within {question.timeout:g} s.")
+            self._guarded(question.on_reply, silent, pending.sent_at)
+
+    @staticmethod
+    def _guarded(call: Callable[..., T], *args: object) -> T | None:
+        """Nothing that a reply leads to may end the thread."""
+        try:
+            return call(*args)
+        except Exception:
+            logger.exception("control channel: a callback failed")
+            return None
+
+
+def describe(host: str, port: int, *, timeout: float = 5.0, codec: Codec | None = None) -> EngineDescription:
+    """Ask one engine who it is. PeerUnreachable when it does not answer, ProtocolError when it refuses."""
+    codec = codec or Codec(key_from_environment())
+    frame, nonce = codec.request(Describe())
+    with zmq.Context() as context:
+        socket = open_socket(context, (host, port))
+        try:
+            socket.send(frame)
+            if not socket.poll(int(timeout * 1000)):
+                raise PeerUnreachable(f"No answer from {_name((host, port))} within {timeout:g} s.")
+            reply, answered = codec.read_reply(socket.recv())
+        finally:
+            socket.close(linger=0)
+    if isinstance(reply, Refused):
+        raise ProtocolError(f"{_name((host, port))} refuses: {reply.reason}. {reply.detail}")
+    if not isinstance(reply, Described) or answered != nonce:
+        raise ProtocolError(f"{_name((host, port))} gave an answer to another question.")
+    return reply.engine
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> zmq.Socket[bytes]:
+    """A DEALER socket to one peer, with limits on size and queue."""
+    host, port = endpoint
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + 64)
+    socket.setsockopt(zmq.SNDHWM, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    return socket
+
+
+def _name(endpoint: Endpoint) -> str:
+    return f"{endpoint[0]}:{endpoint[1]}"

@@ -1,0 +1,161 @@
+"""NIXL as the data plane: one agent a rank, pages prepared once, reads posted by index."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+
+from connector.errors import StackError, TransportError
+from connector.plan.geometry import Indices, Region
+from connector.transport.base import Progress, Telemetry
+
+PROGRESS_DELAY_US = 1000
+_STATES = {"DONE": Progress.DONE, "PROC": Progress.PENDING}
+
+
+class NixlTransport:
+    """`nixl_agent` with a progress thread that sleeps between looks.
+
+    NIXL's Python agent fixes that thread's delay at 0, which spins a whole core in every idle server; see
+    `quiet_agent`. memory: `DRAM` or `VRAM`, in NIXL's words. backends: NIXL plugins, UCX unless told otherwise.
+    """
+
+    kind = "nixl"
+
+    def __init__(self, memory: str, backends: Sequence[str] = ("UCX",)) -> None:
+        self.memory = memory
+        self._backends = list(backends)
+        self._agent = quiet_agent(f"hma-{uuid.uuid4().hex}", self._backends)
+        self._registered: object | None = None
+        self._pages: object | None = None
+        self._connections: set[NixlConnection] = set()
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        assert self._registered is None, "memory is registered once"
+        rows = [(region.base, region.extent, region.device, "") for region in regions]
+        try:
+            self._registered = self._agent.register_memory(rows, self.memory, self._backends)
+            self._pages = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _pages(regions), self.memory, self._backends)
+            data: bytes = self._agent.get_agent_metadata()
+        except Exception as error:
+            raise TransportError(f"NIXL cannot register the KV cache: {error}.") from error
+        return data
+
+    def connect(self, connection_data: bytes, regions: Sequence[Region]) -> NixlConnection:
+        assert self._pages is not None, "connect comes after register"
+        try:
+            name = self._agent.add_remote_agent(connection_data)
+            name = name.decode() if isinstance(name, bytes) else name
+        except Exception as error:
+            raise TransportError(f"NIXL does not accept the peer's agent: {error}.") from error
+        try:
+            pages = self._agent.prep_xfer_dlist(name, _pages(regions), self.memory, self._backends)
+        except Exception as error:
+            self._agent.remove_remote_agent(name)
+            raise TransportError(f"NIXL does not accept the peer's regions: {error}.") from error
+        connection = NixlConnection(self, name, pages)
+        self._connections.add(connection)
+        return connection
+
+    def close(self) -> None:
+        for connection in list(self._connections):
+            connection.close()
+        if self._pages is not None:
+            self._agent.release_dlist_handle(self._pages)
+            self._pages = None
+        if self._registered is not None:
+            self._agent.deregister_memory(self._registered, self._backends)
+            self._registered = None
+
+
+class NixlConnection:
+    """A remote agent and its prepared pages."""
+
+    def __init__(self, transport: NixlTransport, name: str, pages: object) -> None:
+        self._transport, self._name, self._pages = transport, name, pages
+
+    def read(self, local: Indices, remote: Indices) -> NixlRead:
+        agent, ours = self._transport._agent, self._transport._pages
+        try:
+            handle = agent.make_prepped_xfer("READ", ours, local, self._pages, remote, b"", self._transport._backends)
+        except Exception as error:
+            raise TransportError(f"NIXL cannot prepare a read of {len(local)} pages: {error}.") from error
+        read = NixlRead(agent, handle)
+        read.post()
+        return read
+
+    def close(self) -> None:
+        if self in self._transport._connections:
+            self._transport._connections.discard(self)
+            self._transport._agent.release_dlist_handle(self._pages)
+            self._transport._agent.remove_remote_agent(self._name)
+
+
+class NixlRead:
+    """One transfer handle."""
+
+    def __init__(self, agent: object, handle: object) -> None:
+        self._agent, self._handle = agent, handle
+        self._state = Progress.PENDING
+
+    def post(self) -> None:
+        self._update(self._agent.transfer)  # type: ignore[attr-defined]
+
+    def poll(self) -> Progress:
+        if self._state is Progress.PENDING:
+            self._update(self._agent.check_xfer_state)  # type: ignore[attr-defined]
+        return self._state
+
+    def telemetry(self) -> Telemetry:
+        figures = self._agent.get_xfer_telemetry(self._handle)  # type: ignore[attr-defined]
+        return Telemetry(
+            num_bytes=figures.totalBytes,
+            descriptors=figures.descCount,
+            post_seconds=figures.postDuration / 1e6,
+            transfer_seconds=figures.xferDuration / 1e6,
+        )
+
+    def close(self) -> bool:
+        try:
+            self._agent.release_xfer_handle(self._handle)  # type: ignore[attr-defined]
+        except Exception:
+            return self._state is not Progress.PENDING
+        return True
+
+    def _update(self, ask: object) -> None:
+        try:
+            self._state = _STATES.get(ask(self._handle), Progress.FAILED)  # type: ignore[operator]
+        except Exception:
+            self._state = Progress.FAILED
+
+
+def quiet_agent(name: str, backends: Sequence[str], delay_us: int = PROGRESS_DELAY_US):  # type: ignore[no-untyped-def]
+    """A `nixl_agent` whose progress thread sleeps `delay_us` microseconds between looks.
+
+    `nixl_agent` offers no setting for the delay, so the agent is made without a backend and its inner agent is replaced
+    by one with the delay before any backend exists.
+    """
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config
+        from nixl._bindings import nixlAgent, nixlAgentConfig
+    except ImportError as error:
+        raise StackError(
+            f"NIXL cannot be imported: {error}.", remedy="pip install 'hma[cpu]' or 'hma[gpu]' (both halves of nixl)"
+        ) from error
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+    config = nixlAgentConfig()
+    config.useProgThread, config.pthrDelay, config.captureTelemetry = True, delay_us, True
+    agent.agent = nixlAgent(name, config)
+    for backend in backends:
+        if backend not in agent.get_plugin_list():
+            raise StackError(f"NIXL has no backend {backend}.", remedy=f"It has: {', '.join(agent.get_plugin_list())}.")
+        agent.create_backend(backend, {})
+    return agent
+
+
+def _pages(regions: Sequence[Region]) -> np.ndarray:
+    """All pages, region by region, as NIXL's strided rows (address, bytes, device, stride, count)."""
+    rows = [(r.base, r.page_bytes, r.device, r.stride, r.num_blocks) for r in regions]
+    return np.array(rows, dtype=np.uint64)

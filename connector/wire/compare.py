@@ -1,0 +1,142 @@
+"""Whether two engines fit: their descriptions compared field by field, as a whole, before anything is registered."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from connector.errors import ConfigError, IncompatiblePeer
+from connector.plan.geometry import Geometry, Group, Region
+from connector.plan.kinds import kind_from_wire
+from connector.wire.messages import EngineDescription, GroupDescription, RankDescription
+
+Verdict = Literal["refused", "compatible"]
+
+REMEDIES = {
+    "model": "Serve the same model, revision and weights on both engines.",
+    "dtype": "Give both engines the same --dtype.",
+    "kv_dtype": "Give both engines the same --kv-cache-dtype.",
+    "tp_size": "Give both engines the same --tensor-parallel-size.",
+    "block_size": "Give both engines the same --block-size.",
+    "layout": "Give both engines the same KV cache layout (VLLM_KV_CACHE_LAYOUT).",
+    "connector": "Install the same version of hma on both sides.",
+    "vllm": "Run the same version of vLLM on both sides.",
+}
+_GROUP_REMEDY = "Give both engines the same model, --block-size and hybrid KV cache manager setting."
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two engines differ. `compatible` differences are told, `refused` ones end the handshake."""
+
+    field: str
+    ours: str
+    theirs: str
+    verdict: Verdict
+    remedy: str
+
+
+def compare(ours: EngineDescription, theirs: EngineDescription) -> tuple[Difference, ...]:
+    """Every difference between two engines, refusals first."""
+    found = [*_fields(ours, theirs), *_groups(ours, theirs), *_ranks(ours, theirs)]
+    if ours.num_blocks != theirs.num_blocks:
+        found.append(Difference("num_blocks", str(ours.num_blocks), str(theirs.num_blocks), "compatible", ""))
+    if ours.prefix_caching != theirs.prefix_caching:
+        sides = str(ours.prefix_caching), str(theirs.prefix_caching)
+        found.append(Difference("prefix_caching", *sides, "compatible", ""))
+    return tuple(sorted(found, key=lambda difference: difference.verdict != "refused"))
+
+
+def check(ours: EngineDescription, theirs: EngineDescription) -> None:
+    """IncompatiblePeer, with every refused field, when the two do not fit."""
+    refused = [difference for difference in compare(ours, theirs) if difference.verdict == "refused"]
+    if refused:
+        raise IncompatiblePeer(
+            f"Engine {theirs.engine_id} does not fit this one: {', '.join(d.field for d in refused)}.",
+            ours="; ".join(f"{d.field}={d.ours}" for d in refused),
+            theirs="; ".join(f"{d.field}={d.theirs}" for d in refused),
+            remedy=" ".join(dict.fromkeys(d.remedy for d in refused if d.remedy)),
+        )
+
+
+def fingerprint(engine: EngineDescription) -> bytes:
+    """A digest of all that must be equal, so that P can refuse a claim of an engine that does not fit."""
+    groups = [_comparable(group) for group in engine.groups]
+    rank = [(r.transport, r.memory, [region.page_bytes for region in r.regions]) for r in engine.ranks]
+    return hashlib.sha256(msgspec.msgpack.encode((sorted(engine.fields.items()), groups, rank))).digest()
+
+
+def geometry_of(engine: EngineDescription, rank: int = 0) -> Geometry:
+    """A peer's described memory as a plan geometry. ConfigError when it is not one."""
+    if rank >= len(engine.ranks):
+        raise ConfigError(f"Engine {engine.engine_id} describes no rank {rank}.")
+    regions = tuple(Region(**msgspec.structs.asdict(region)) for region in engine.ranks[rank].regions)
+    groups = tuple(
+        Group(
+            kind=kind_from_wire(group.kind, group.window),
+            block_size=group.block_size,
+            layers=group.layers,
+            regions=group.regions,
+        )
+        for group in engine.groups
+    )
+    return Geometry(regions, groups)
+
+
+def _fields(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
+    for name in sorted(ours.fields.keys() | theirs.fields.keys()):
+        mine, other = ours.fields.get(name, "absent"), theirs.fields.get(name, "absent")
+        if mine != other:
+            yield Difference(name, mine, other, "refused", REMEDIES.get(name, f"Make {name} equal on both engines."))
+
+
+def _comparable(group: GroupDescription) -> dict[str, object]:
+    return {name: getattr(group, name) for name in ("kind", "window", "block_size", "page_bytes", "layers")}
+
+
+def _groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
+    if len(ours.groups) != len(theirs.groups):
+        yield Difference("groups", str(len(ours.groups)), str(len(theirs.groups)), "refused", _GROUP_REMEDY)
+        return
+    for mine, other in zip(ours.groups, theirs.groups, strict=True):
+        left, right = _comparable(mine), _comparable(other)
+        for name in left:
+            if left[name] != right[name]:
+                sides = str(left[name])[:200], str(right[name])[:200]
+                yield Difference(f"groups[{mine.index}].{name}", *sides, "refused", _GROUP_REMEDY)
+
+
+def _ranks(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
+    if len(ours.ranks) != len(theirs.ranks):
+        sides = str(len(ours.ranks)), str(len(theirs.ranks))
+        yield Difference("ranks", *sides, "refused", REMEDIES["tp_size"])
+        return
+    for index, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
+        for name in ("transport", "memory"):
+            if getattr(mine, name) != getattr(other, name):
+                sides = str(getattr(mine, name)), str(getattr(other, name))
+                yield Difference(f"ranks[{index}].{name}", *sides, "refused", "Use the same device kind on both sides.")
+        yield from _regions(index, ours, mine, theirs, other)
+
+
+def _regions(
+    index: int, ours: EngineDescription, mine: RankDescription, theirs: EngineDescription, other: RankDescription
+) -> Iterator[Difference]:
+    """Joined regions must hold pages of one size; everything a peer says is checked to be in range first."""
+    for left, right in zip(ours.groups, theirs.groups, strict=False):
+        name = f"ranks[{index}].groups[{left.index}].regions"
+        if len(left.regions) != len(right.regions):
+            sides = str(len(left.regions)), str(len(right.regions))
+            yield Difference(name, *sides, "refused", REMEDIES["layout"])
+            continue
+        if any(region >= len(other.regions) for region in right.regions):
+            yield Difference(name, "in range", "out of range", "refused", REMEDIES["connector"])
+            continue
+        pages = [mine.regions[region].page_bytes for region in left.regions]
+        their_pages = [other.regions[region].page_bytes for region in right.regions]
+        if pages != their_pages:
+            yield Difference(f"{name}.page_bytes", str(pages)[:200], str(their_pages)[:200], "refused", _GROUP_REMEDY)

@@ -1,0 +1,178 @@
+"""Messages of the control channel (scheduler to scheduler).
+
+D asks, P answers; every request has one reply. All fields are validated when a message is decoded: types by msgspec,
+sizes by the limits below. What has been decoded is trusted afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL = 1
+MAX_ID = 8192
+MAX_BLOCKS = 1 << 20
+MAX_CLAIMS = 4096
+
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
+ShortText = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Address = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class _Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class RegionDescription(_Message, frozen=True, kw_only=True):
+    """`plan.Region` on the wire: bytes throughout."""
+
+    base: Address
+    stride: Positive
+    page_bytes: Positive
+    num_blocks: Positive
+    device: Annotated[int, Meta(ge=0, le=1024)] = 0
+
+
+class GroupDescription(_Message, frozen=True, kw_only=True):
+    """One cache group: what a peer needs to pair blocks, and a reader to understand it.
+
+    page_bytes: one block in one layer. regions: indices into `RankDescription.regions`.
+    """
+
+    index: Count
+    kind: ShortText
+    window: Positive | None
+    num_layers: Positive
+    block_size: Positive
+    page_bytes: Positive
+    layers: Annotated[tuple[ShortText, ...], Meta(max_length=4096)]
+    regions: Annotated[tuple[Count, ...], Meta(max_length=8192)]
+
+
+class RankDescription(_Message, frozen=True, kw_only=True):
+    """One worker's memory: its transport's connection data and its regions."""
+
+    transport: ShortText
+    memory: ShortText
+    connection: Annotated[bytes, Meta(max_length=1 << 20)]
+    regions: Annotated[tuple[RegionDescription, ...], Meta(max_length=8192)]
+
+
+class CapacityDescription(_Message, frozen=True, kw_only=True):
+    """KV capacity in tokens for requests of `request_tokens` tokens, with HMA and without."""
+
+    request_tokens: Count
+    hma_tokens: Count
+    full_tokens: Count
+
+
+class EngineDescription(_Message, frozen=True, kw_only=True):
+    """Everything a peer or an operator may know of an engine.
+
+    fields: name to value of what must fit between two peers, compared by `wire.compare`.
+    """
+
+    engine_id: Id
+    epoch: Id
+    role: ShortText
+    model: Text
+    versions: Annotated[dict[ShortText, ShortText], Meta(max_length=64)]
+    fields: Annotated[dict[ShortText, Text], Meta(max_length=256)]
+    groups: Annotated[tuple[GroupDescription, ...], Meta(max_length=1024)]
+    ranks: Annotated[tuple[RankDescription, ...], Meta(max_length=256)]
+    num_blocks: Count
+    hma_enabled: bool
+    prefix_caching: bool
+    capacity: CapacityDescription
+
+
+class OfferedBlocks(_Message, frozen=True, kw_only=True):
+    """One group's live blocks: `ids[i]` holds block position `first + i`."""
+
+    first: Count
+    ids: Annotated[tuple[Positive, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class Describe(_Message, frozen=True, kw_only=True, tag="describe"):
+    """Who are you? Reply: Described."""
+
+
+class Claim(_Message, frozen=True, kw_only=True, tag="claim"):
+    """D wants to read one offer. Reply: Granted or Refused.
+
+    epoch: the P life that made the offer. claimant: D's epoch. token: this claim of D's, so that one handle used by two
+    requests is granted once. digest: of D's own prompt.
+    fingerprint: of the fields D compared, so that P can refuse a peer that does not fit.
+    """
+
+    request_id: Id
+    epoch: Id
+    claimant: Id
+    token: Id
+    digest: Digest
+    fingerprint: Digest
+
+
+class Renew(_Message, frozen=True, kw_only=True, tag="renew"):
+    """Keep the claims of these requests alive. Reply: Renewed."""
+
+    epoch: Id
+    claimant: Id
+    request_ids: Annotated[tuple[Id, ...], Meta(min_length=1, max_length=MAX_CLAIMS)]
+
+
+class Release(_Message, frozen=True, kw_only=True, tag="release"):
+    """D has read, or will not read, what it claimed. Reply: Released, with those that ended by it."""
+
+    epoch: Id
+    claimant: Id
+    request_ids: Annotated[tuple[Id, ...], Meta(min_length=1, max_length=MAX_CLAIMS)]
+
+
+class Described(_Message, frozen=True, kw_only=True, tag="described"):
+    engine: EngineDescription
+
+
+class Granted(_Message, frozen=True, kw_only=True, tag="granted"):
+    """The offer's blocks, readable for `valid_seconds` from the moment D *sent* its claim.
+
+    request_id: the offer that was granted; another one than asked for when a sibling of the same list of prompts fits.
+    """
+
+    request_id: Id
+    num_tokens: Positive
+    valid_seconds: Seconds
+    groups: Annotated[tuple[OfferedBlocks, ...], Meta(max_length=1024)]
+
+
+class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
+    """No. `reason` is one of `wire.offers.Refusal` or `unauthorised` or `malformed`."""
+
+    reason: ShortText
+    detail: Text = ""
+
+
+class Renewed(_Message, frozen=True, kw_only=True, tag="renewed"):
+    """These stay valid for `valid_seconds` from the moment D sent the renewal; those not listed are lost."""
+
+    request_ids: Annotated[tuple[Id, ...], Meta(max_length=MAX_CLAIMS)]
+    valid_seconds: Seconds
+
+
+class Released(_Message, frozen=True, kw_only=True, tag="released"):
+    request_ids: Annotated[tuple[Id, ...], Meta(max_length=MAX_CLAIMS)]
+
+
+Request = Describe | Claim | Renew | Release
+Reply = Described | Granted | Refused | Renewed | Released
+
+request_decoder = msgspec.msgpack.Decoder(Request)
+reply_decoder = msgspec.msgpack.Decoder(Reply)
+encoder = msgspec.msgpack.Encoder()
