@@ -1,7 +1,7 @@
 """The clock of leases.
 
-CLOCK_BOOTTIME goes on while a machine is suspended and is one clock for all processes of a machine, so a decode engine that
-slept through its lease knows it. Hosts never compare clocks: a lease is counted from the moment its claim was sent.
+CLOCK_BOOTTIME goes on while a machine is suspended and is one clock for all processes of a machine, so a decode engine
+that slept through its lease knows it. Hosts never compare clocks: a lease counts from the moment its claim was sent.
 """
 
 from __future__ import annotations

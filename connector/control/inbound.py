@@ -141,6 +141,11 @@ class Inbound:
         with self._lock:
             return {rid: c.valid_until for rid, c in self._claims.items() if c.state is State.LOADING}
 
+    def waiting(self) -> int:
+        """Requests that wait for an answer, for blocks, or for their load."""
+        with self._lock:
+            return len(self._claims)
+
     def take_dropped(self) -> list[str]:
         """Epochs of peers that are gone, each once: the worker forgets them."""
         with self._lock:

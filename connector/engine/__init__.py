@@ -1,0 +1,1 @@
+"""What runs inside vLLM, and the only code that imports it: facade, scheduler side, worker side, metrics."""

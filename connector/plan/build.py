@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from connector.errors import ConfigError
 from connector.plan.geometry import Geometry, Indices
@@ -90,17 +91,29 @@ def pair_blocks(
 class Descriptors:
     """Page indices of both sides, row by row, ordered so that neighbours merge.
 
-    local, remote: int32 page indices (region by region, as `Geometry.offsets` numbers them). num_bytes: total.
-    runs: descriptors left after NIXL has merged neighbours.
+    local, remote: int32 page indices (region by region, as `Geometry.offsets` numbers them). starts: bool, true where a
+    row does not merge with the one before it. num_bytes: total.
     """
 
     local: Indices
     remote: Indices
+    starts: npt.NDArray[np.bool_]
     num_bytes: int
-    runs: int
 
     def __len__(self) -> int:
         return len(self.local)
+
+    @property
+    def runs(self) -> int:
+        """Descriptors left after NIXL has merged neighbours."""
+        return int(np.count_nonzero(self.starts))
+
+    def parts(self, max_runs: int) -> list[tuple[Indices, Indices]]:
+        """Cut into parts of at most `max_runs` whole runs; each is posted, awaited and retried by itself."""
+        cuts = np.flatnonzero(self.starts)[max_runs::max_runs]
+        if not len(self):
+            return []
+        return list(zip(np.split(self.local, cuts), np.split(self.remote, cuts), strict=True))
 
 
 def descriptors(pairs: Sequence[Pairs], local: Geometry, remote: Geometry) -> Descriptors:
@@ -109,23 +122,26 @@ def descriptors(pairs: Sequence[Pairs], local: Geometry, remote: Geometry) -> De
     Within a region the pairs of *all* groups that share it are sorted by P's block id. Merging needs a successor on
     both sides, and sorting puts every such successor next to its predecessor, so no order has fewer runs.
     """
-    rows_local: list[Indices] = []
-    rows_remote: list[Indices] = []
-    num_bytes = runs = 0
-    orders: dict[tuple[int, ...], tuple[Indices, Indices, int]] = {}
-    for local_region, remote_region, members in _shared_regions(local, remote):
+    rows_local, rows_remote, rows_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    num_bytes = 0
+    orders: dict[tuple[int, ...], tuple[Indices, Indices]] = {}
+    for ours_index, theirs_index, members in _shared_regions(local, remote):
         if members not in orders:
             orders[members] = _ordered([pairs[index] for index in members])
-        local_ids, remote_ids, ordered_runs = orders[members]
-        ours, theirs = local.regions[local_region], remote.regions[remote_region]
-        rows_local.append(local_ids + local.offsets[local_region])
-        rows_remote.append(remote_ids + remote.offsets[remote_region])
+        local_ids, remote_ids = orders[members]
+        ours, theirs = local.regions[ours_index], remote.regions[theirs_index]
+        rows_local.append(local_ids + local.offsets[ours_index])
+        rows_remote.append(remote_ids + remote.offsets[theirs_index])
+        if ours.is_dense and theirs.is_dense:
+            rows_starts.append(run_starts(local_ids, remote_ids))
+        else:
+            rows_starts.append(np.ones(len(local_ids), np.bool_))
         num_bytes += len(local_ids) * ours.page_bytes
-        runs += ordered_runs if ours.is_dense and theirs.is_dense else len(local_ids)
-    if not rows_local:
-        return Descriptors(np.empty(0, np.int32), np.empty(0, np.int32), 0, 0)
     return Descriptors(
-        np.concatenate(rows_local).astype(np.int32), np.concatenate(rows_remote).astype(np.int32), num_bytes, runs
+        np.concatenate(rows_local).astype(np.int32),
+        np.concatenate(rows_remote).astype(np.int32),
+        np.concatenate(rows_starts),
+        num_bytes,
     )
 
 
@@ -139,22 +155,18 @@ def _shared_regions(local: Geometry, remote: Geometry) -> Iterator[tuple[int, in
         yield ours_region, theirs_region, tuple(groups)
 
 
-def _ordered(pairs: Sequence[Pairs]) -> tuple[Indices, Indices, int]:
+def _ordered(pairs: Sequence[Pairs]) -> tuple[Indices, Indices]:
     local = np.concatenate([pair.local for pair in pairs])
     remote = np.concatenate([pair.remote for pair in pairs])
     order = np.argsort(remote, kind="stable")
-    local, remote = local[order], remote[order]
-    return local, remote, count_runs(local, remote)
+    return local[order], remote[order]
 
 
-def count_runs(local: Indices, remote: Indices) -> int:
-    """Maximal stretches in which both sides ascend by one, in the given order."""
-    if not len(local):
-        return 0
-    return 1 + int(np.count_nonzero((np.diff(local) != 1) | (np.diff(remote) != 1)))
+def run_starts(local: Indices, remote: Indices) -> npt.NDArray[np.bool_]:
+    """True where a row does not continue the one before it by one block on both sides.
 
-
-def split_parts(rows: Descriptors, max_rows: int) -> list[tuple[Indices, Indices]]:
-    """Cut the rows into parts of at most `max_rows`, each of which is posted, awaited and retried by itself."""
-    cuts = range(max_rows, len(rows), max_rows)
-    return list(zip(np.split(rows.local, cuts), np.split(rows.remote, cuts), strict=True)) if len(rows) else []
+    Example: local 4 5 6 9, remote 1 2 3 4 gives true false false true: two runs.
+    """
+    starts = np.ones(len(local), np.bool_)
+    starts[1:] = (np.diff(local) != 1) | (np.diff(remote) != 1)
+    return starts

@@ -89,5 +89,3 @@ def _addresses(regions: Sequence[Region]) -> list[tuple[int, int]]:
         for region in regions
         for block in range(region.num_blocks)
     ]
-
-

@@ -1,0 +1,168 @@
+"""vLLM's cache configuration in the words of the plan: specs to kinds, tensors to regions, config to fields."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from connector.errors import ConfigError
+from connector.plan.geometry import Geometry, Group, Region, regions_of_tensor
+from connector.plan.kinds import Full, Kind, SlidingWindow
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+SUPPORTED = "full attention and sliding-window attention"
+
+
+def kind_of(spec: KVCacheSpec, layer: str) -> Kind:
+    """The kind of one cache spec. A kind that is not implemented is refused, naming the layer; it is never skipped."""
+    # Exact types: subclasses (MLA, sinks, ...) have pages of another meaning.
+    if type(spec) is FullAttentionSpec:
+        return Full()
+    if type(spec) is SlidingWindowSpec:
+        return SlidingWindow(spec.sliding_window)
+    raise ConfigError(
+        f"Layer {layer} has a {type(spec).__name__} cache, which this connector cannot move.",
+        remedy=f"It moves {SUPPORTED}. Serve this model without disaggregation, or with another connector.",
+    )
+
+
+def check_groups(cache: KVCacheConfig) -> None:
+    """Refuse a model at start when one of its groups cannot be moved."""
+    for group in cache.kv_cache_groups:
+        _group_kind(group)
+    if not cache.kv_cache_groups:
+        raise ConfigError("This model has no KV cache, there is nothing to hand over.")
+
+
+def geometry_from(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Geometry:
+    """Regions and groups of one rank, from the tensors that vLLM registers.
+
+    Layers whose tensors start at one address share a region: layers of several groups, and layers that reuse the cache
+    of an earlier layer.
+    """
+    regions: dict[tuple[int, int], int] = {}
+    known: list[Region] = []
+    groups = []
+    for group in cache.kv_cache_groups:
+        kind = _group_kind(group)
+        spec = group.kv_cache_spec
+        indices: list[int] = []
+        for layer in group.layer_names:
+            if layer not in tensors:
+                raise ConfigError(f"vLLM registered no KV cache for layer {layer}.")
+            for region in _regions(tensors[layer], cache.num_blocks, layer):
+                key = (region.base, region.page_bytes)
+                if key not in regions:
+                    regions[key] = len(known)
+                    known.append(region)
+                if regions[key] not in indices:
+                    indices.append(regions[key])
+        groups.append(
+            Group(kind=kind, block_size=spec.block_size, layers=tuple(group.layer_names), regions=tuple(indices))
+        )
+    _check_overlap(known)
+    return Geometry(tuple(known), tuple(groups))
+
+
+def layout_of(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The inner layout of the pages, so that peers whose bytes mean something else are refused."""
+    inner = set()
+    for group in cache.kv_cache_groups:
+        for layer in group.layer_names:
+            tensor = tensors[layer]
+            strides = tensor.stride()
+            order = sorted(range(1, tensor.dim()), key=strides.__getitem__, reverse=True)
+            inner.add(f"{tuple(tensor.shape[1:])} by {tuple(order)}")
+    return f"{cache.kv_cache_layout or 'default'}: {'; '.join(sorted(inner))}"
+
+
+def comparable_fields(config: VllmConfig, layout: str, protocol: int, vllm_version: str) -> dict[str, str]:
+    """What must be equal on both sides, by name, beside the groups themselves."""
+    model = config.model_config
+    draft = config.speculative_config
+    has_draft_model = draft is not None and draft.method not in (None, "ngram", "ngram_gpu", "suffix")
+    return {
+        "model": f"{'/'.join(model.architectures)} {_config_hash(model.hf_config)}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(config.cache_config.cache_dtype),
+        "tp_size": str(config.parallel_config.tensor_parallel_size),
+        "layout": layout,
+        "hma": "off" if config.scheduler_config.disable_hybrid_kv_cache_manager else "on",
+        "draft_model": str(draft.method) if draft is not None and has_draft_model else "none",
+        "connector": f"hma protocol {protocol}",
+        "vllm": vllm_version,
+    }
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Name what this version cannot do before anything is registered."""
+    parallel = config.parallel_config
+    for name, value in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if value > 1:
+            raise ConfigError(f"HmaNixlConnector does not support {name} {value} yet.", remedy=f"Use {name} 1.")
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.enable_permute_local_kv:
+        raise ConfigError("HmaNixlConnector does not permute KV.", remedy="Leave enable_permute_local_kv unset.")
+
+
+def memory_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """`DRAM` or `VRAM`, in NIXL's words, for the memory that all tensors lie in."""
+    kinds = {tensor.device.type for tensor in tensors.values()}
+    if len(kinds) != 1:
+        raise ConfigError(f"KV caches on several kinds of device: {', '.join(sorted(kinds))}.")
+    return "DRAM" if kinds == {"cpu"} else "VRAM"
+
+
+def _group_kind(group: KVCacheGroupSpec) -> Kind:
+    layer = group.layer_names[0] if group.layer_names else "(none)"
+    if not group.enable_kv_transfer or group.host_resident:
+        raise ConfigError(f"The cache of layer {layer} is marked as not transferable by vLLM.")
+    return kind_of(group.kv_cache_spec, layer)
+
+
+def _regions(tensor: torch.Tensor, num_blocks: int, layer: str) -> tuple[Region, ...]:
+    try:
+        return regions_of_tensor(
+            base=tensor.data_ptr(),
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+            itemsize=tensor.element_size(),
+            num_blocks=num_blocks,
+            device=max(tensor.get_device(), 0),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"Layer {layer}: {error.message}", remedy=error.remedy) from error
+
+
+def _check_overlap(regions: Sequence[Region]) -> None:
+    """Distinct regions may interleave (one stride, pages apart) but no two pages may share a byte."""
+    ordered = sorted(regions, key=lambda region: region.base)
+    for first, second in pairwise(ordered):
+        apart = first.base + first.extent <= second.base
+        interleaved = first.stride == second.stride and first.base + first.page_bytes <= second.base
+        if first.device == second.device and not apart and not interleaved:
+            raise ConfigError(f"Two KV caches overlap in memory: {first} and {second}.")
+
+
+def _config_hash(hf_config: object) -> str:
+    """A short digest of the model's config, without what differs between copies of one model."""
+    values = hf_config.to_dict()  # type: ignore[attr-defined]
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        values.pop(name, None)
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,110 @@
+"""The worker side: registers memory, runs loads, reports each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from connector.engine.metadata import RankMetadata, StepMetadata
+from connector.engine.metrics import HmaStats
+from connector.engine.settings import Settings
+from connector.engine.specs import geometry_from, layout_of, memory_of
+from connector.transport.loader import Loader
+from connector.transport.nixl import NixlTransport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class WorkerSide:
+    """One rank's half. vLLM calls it from the worker's thread only."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> None:
+        assert config.kv_transfer_config is not None, "vLLM makes a connector only with a transfer config"
+        self._cache, self._settings = cache, settings
+        recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        self._fallback = "recomputed" if recomputes else "failed"
+        self._transport: NixlTransport | None = None
+        self._loader: Loader | None = None
+        self._rank: RankMetadata | None = None
+        self._freed: set[str] = set()
+        self._refused: set[str] = set()
+        self._stats = HmaStats()
+        ask_for_amx()
+
+    @property
+    def rank(self) -> RankMetadata | None:
+        """This rank's memory for peers; None until the caches are registered."""
+        return self._rank
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Describe the caches, check them as a whole, then register them with the transport."""
+        geometry = geometry_from(self._cache, tensors)
+        memory = memory_of(tensors)
+        layout = layout_of(self._cache, tensors)
+        transport = NixlTransport(memory, self._settings.backends)
+        connection = transport.register(geometry.regions)
+        self._transport = transport
+        self._loader = Loader(
+            transport, geometry, max_runs=self._settings.part_runs, max_attempts=self._settings.max_attempts
+        )
+        self._rank = RankMetadata(
+            transport=transport.kind, memory=memory, connection=connection, layout=layout, geometry=geometry
+        )
+
+    def step(self, meta: StepMetadata) -> None:
+        """Carry out what the scheduler side decided in this step."""
+        assert self._loader is not None, "vLLM steps before it has registered the KV caches"
+        for epoch in meta.dropped:
+            self._loader.forget(epoch)
+        for epoch, memory in meta.peers.items():
+            self._loader.connect(epoch, memory)
+        for load in meta.loads:
+            self._loader.start(load)
+        for request_id, valid_until in meta.leases.items():
+            self._loader.extend(request_id, valid_until)
+        for request_id in meta.cancelled:
+            self._loader.cancel(request_id)
+        self._freed.update(meta.freed)
+        self._refused.update(meta.refused)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What ended since the last step. A failed load is reported as received and as failed."""
+        results = KVConnectorTransferResults(
+            finished_sending=self._freed, finished_recving=set(self._refused), failed_recving=self._refused
+        )
+        self._freed, self._refused = set(), set()
+        for outcome in self._loader.poll() if self._loader is not None else ():
+            self._stats.record(outcome, self._fallback)
+            results.finished_recving.add(outcome.request_id)
+            if not outcome.ok:
+                results.failed_recving.add(outcome.request_id)
+        return results
+
+    def take_stats(self) -> HmaStats | None:
+        """Counts since the last call, None when there are none."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, HmaStats()
+        return stats
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._loader = self._transport = None
+
+
+def ask_for_amx() -> None:
+    """Ask the kernel for AMX before the first attention call, where the CPU has it.
+
+    An engine that only decodes can reach vLLM's AMX attention before anything has asked, and dies with SIGILL.
+    """
+    is_supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    if is_supported is not None and is_supported():
+        torch.cpu._init_amx()
