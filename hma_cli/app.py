@@ -9,6 +9,7 @@ import typer
 
 from connector import __version__
 from connector.errors import HmaError
+from hma_cli.commands import launch
 from hma_cli.report.render import render_error
 from hma_cli.report.result import Exit
 
@@ -35,6 +36,9 @@ def root(
     ] = False,
 ) -> None:
     """Options for every command."""
+
+
+app.command("launch", context_settings={"allow_extra_args": True})(launch.launch)
 
 
 def main() -> None:
