@@ -17,20 +17,22 @@ def cache_root() -> Path:
 
 
 def tiny_gemma3() -> Path:
-    """A Gemma 3 text model: 6 layers (5 sliding with window 64, 1 full), 2 heads on 1 KV head of 32, random weights.
+    """A Gemma 3 text model: 13 layers (11 sliding with window 64, 2 full), 2 heads on 1 KV head of 32, random weights.
+
+    Its groups are uneven: five sliding groups of two layers and one of one, and a full group of two.
 
     The vocabulary of 1,000 words `w0 … w999` has a word-level tokenizer, so text and id prompts both work.
     """
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    target = cache_root() / "tiny-gemma3"
+    target = cache_root() / "tiny-gemma3-13"
     if (target / "config.json").is_file():
         return target
     config = Gemma3TextConfig(
         vocab_size=GEMMA3_VOCAB,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=6,
+        num_hidden_layers=13,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,

@@ -7,7 +7,6 @@ transport moved exactly the plan's bytes, and the claim was still good when that
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 
 from connector.control.clock import Clock, lease_clock
@@ -41,7 +40,8 @@ class PeerMemory:
 class Outcome:
     """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `lease`, `bytes`, `plan`,
     `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted.
-    post_seconds: inside the transport's post calls. transfer_seconds: from the first post to the last read seen done.
+    post_seconds: inside the transport's post calls. transfer_seconds: of the longest part, from its post to
+    its end as the transport saw it.
     """
 
     request_id: str
@@ -74,7 +74,6 @@ class _Running:
     load: Load
     rows: Descriptors
     parts: list[_Part]
-    started: float
     valid_until: float
     reason: str = ""
     retries: int = 0
@@ -134,7 +133,7 @@ class Loader:
             self._ended.append(Outcome(request_id=load.request_id, reason="plan"))
             return
         parts = [_Part(local, remote_rows) for local, remote_rows in rows.parts(self._max_runs)]
-        running = _Running(load, rows, parts, time.perf_counter(), load.valid_until)
+        running = _Running(load, rows, parts, load.valid_until)
         self._running[load.request_id] = running
         for part in parts:
             self._post(running, part, connection)
@@ -233,7 +232,7 @@ class Loader:
             descriptors_posted=sum(telemetry.descriptors for telemetry in done),
             retries=running.retries,
             post_seconds=sum(telemetry.post_seconds for telemetry in done),
-            transfer_seconds=time.perf_counter() - running.started,
+            transfer_seconds=max((telemetry.transfer_seconds for telemetry in done), default=0.0),
         )
 
     def _drop_leaving(self) -> None:

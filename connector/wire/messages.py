@@ -21,7 +21,7 @@ ShortText = Annotated[str, Meta(max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Address = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
