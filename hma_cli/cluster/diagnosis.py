@@ -77,6 +77,7 @@ _KNOWN = (
         remedy="Correct what follows `--`.",
     ),
 )
+_EXCEPTION_NAME = re.compile(r"^([\w.]*(Error|Exception)): ")
 _ERROR_LINE = re.compile(r"^([\w.]*(Error|Exception|IncompatiblePeer|PeerUnreachable)): (?P<text>.+)")
 
 
@@ -89,7 +90,7 @@ def diagnose(lines: tuple[str, ...]) -> Diagnosis | None:
     for known in _KNOWN:
         for text in texts:
             if (match := known.pattern.search(text)) is not None:
-                found = match.groupdict().get("text", "") or ""
+                found = _EXCEPTION_NAME.sub("", match.groupdict().get("text", "") or "")
                 cause = known.cause.format(text=found.strip().rstrip("."), hma=_hma_cause(texts))
                 return Diagnosis(cause=cause, remedy=known.remedy, hma_off=known.hma_off)
     for text in texts:

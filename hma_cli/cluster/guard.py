@@ -27,8 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 SHARED_MEMORY = Path("/dev/shm")
-_EXIT_GRACE = 3.0  # for descendants of a command that ended by itself
-_SAMPLE_EARLY, _SAMPLE_LATE, _EARLY = 2.0, 30.0, 180.0
+_EXIT_GRACE = 3.0  # seconds that descendants get to end after the command, and again after TERM
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -162,8 +161,9 @@ class Guard:
     def _watch(self, wakeups: int) -> None:
         """Wait until the command has ended by itself, or for the order to stop: end of input or a signal."""
         while self._status is None:
-            age = time.monotonic() - self._started
-            ready, _, _ = select.select([0, wakeups], [], [], _SAMPLE_EARLY if age < _EARLY else _SAMPLE_LATE)
+            # Servers make their shared memory while they start: look often then, and hardly ever later.
+            pause = min(60.0, max(2.0, (time.monotonic() - self._started) / 4))
+            ready, _, _ = select.select([0, wakeups], [], [], pause)
             if not ready:
                 self._shared.sample(descendants(os.getpid()))
             if wakeups in ready:

@@ -30,6 +30,15 @@ class CpuShare:
         """
         return "|".join(",".join(map(str, worker)) for worker in self.cores)
 
+    @property
+    def text(self) -> str:
+        """For people: cores as ranges.
+
+        >>> CpuShare(cores=((0, 1, 2, 5), (6,)), kv_bytes=0).text
+        'core 0-2,5|6'
+        """
+        return "core " + "|".join(_ranges(worker) for worker in self.cores)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuShare:
@@ -40,6 +49,16 @@ class GpuShare:
 
 
 Share = CpuShare | GpuShare
+
+
+def _ranges(cores: tuple[int, ...]) -> str:
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def share_cpu(

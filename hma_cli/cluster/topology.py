@@ -239,6 +239,8 @@ def _environment(settings: Settings, share: Share, control_port: int | None) -> 
         # Internal sockets stay on loopback, and none of them starts at a port that both servers would inherit.
         ("VLLM_HOST_IP", LOOPBACK),
         ("VLLM_PORT", None),
+        # vLLM turns HMA off for chunked local attention unless told otherwise. A baseline engine gets the same.
+        ("VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE", "1"),
     ]
     if isinstance(share, CpuShare):
         env += [
@@ -250,9 +252,6 @@ def _environment(settings: Settings, share: Share, control_port: int | None) -> 
         ]
     else:
         env += [("CUDA_VISIBLE_DEVICES", ",".join(share.gpus))]
-    if settings.connector is not None:
-        # vLLM turns HMA off for chunked local attention unless told otherwise.
-        env += [("VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE", "1")]
     if settings.connector == "nixl":
         env += [("VLLM_NIXL_SIDE_CHANNEL_HOST", LOOPBACK), ("VLLM_NIXL_SIDE_CHANNEL_PORT", str(control_port))]
     return tuple(env)

@@ -273,7 +273,7 @@ def _server_table(session: Session) -> Table:
     lines: list[tuple[object, ...]] = []
     for server in session.topology.servers:
         share = server.share
-        place = f"core {share.binding}" if isinstance(share, CpuShare) else f"GPU {','.join(share.gpus)}"
+        place = share.text if isinstance(share, CpuShare) else f"GPU {','.join(share.gpus)}"
         space = f"{share.kv_bytes / GIB:g} GiB" if isinstance(share, CpuShare) else f"{share.utilisation:.0%} of memory"
         control = str(server.control_port) if session.topology.connector == "hma" else "–"
         lines.append((server.name, server.url, control, str(session.pid(server.name)), place, space))
@@ -281,7 +281,7 @@ def _server_table(session: Session) -> Table:
         lines.append((router.name, router.url, "–", str(session.pid(router.name)), "any", "–"))
     return Table(
         title=f"{session.topology.model.name} with {session.topology.connector}",
-        columns=("process", "URL", "control port", "pid", "runs on", "KV space"),
+        columns=("process", "URL", "control", "pid", "runs on", "KV space"),
         rows=tuple(lines),
     )
 
