@@ -38,6 +38,12 @@ _KNOWN = (
         hma_off=True,
     ),
     _Known(
+        pattern=re.compile(r"Connector (?P<text>\S+) does not support HMA"),
+        cause="The connector {text} cannot do HMA, which is on.",
+        remedy="Use --connector hma or nixl, or turn HMA off: --no-require-hma -- --disable-hybrid-kv-cache-manager.",
+        hma_off=True,
+    ),
+    _Known(
         pattern=re.compile(r"(?P<text>.*[Aa]ddress already in use.*)"),
         cause="A port was taken while the server started: {text}.",
         remedy="Launch again; free ports are picked anew.",

@@ -27,7 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 SHARED_MEMORY = Path("/dev/shm")
-_EXIT_GRACE = 3.0  # seconds that descendants get to end after the command, and again after TERM
+_STOP_STEPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,9 +111,10 @@ def descendants(of: int) -> list[int]:
 
 
 class Guard:
-    """Runs one command. `grace`: seconds between INT and TERM, and between TERM and KILL."""
+    """Runs one command. `grace`: seconds between INT and TERM, between TERM and KILL, and what is left of the command's
+    family gets to end by itself, and again after TERM."""
 
-    def __init__(self, command: list[str], *, log: str, grace: tuple[float, float]) -> None:
+    def __init__(self, command: list[str], *, log: str, grace: tuple[float, float, float]) -> None:
         self._command, self._log, self._grace = command, log, grace
         self._shared = SharedMemory()
         self._main = 0
@@ -176,7 +177,7 @@ class Guard:
 
     def _stop(self) -> None:
         """INT, TERM, KILL to the command's process group, each with its patience."""
-        for number, patience in zip((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), (*self._grace, 10.0), strict=True):
+        for number, patience in zip(_STOP_STEPS, (*self._grace[:2], 10.0), strict=True):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._main, number)
             if self._wait(patience, lambda: self._status is not None):
@@ -185,7 +186,7 @@ class Guard:
     def _clear(self) -> None:
         """End every descendant that is left, wherever it moved: TERM, then KILL."""
         for number in (signal.SIGTERM, signal.SIGKILL, None):
-            if self._wait(_EXIT_GRACE, lambda: not descendants(os.getpid())) or number is None:
+            if self._wait(self._grace[2], lambda: not descendants(os.getpid())) or number is None:
                 return
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -233,7 +234,7 @@ def main() -> int:
     """Entry point of the guard process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--log", required=True)
-    parser.add_argument("--grace", type=float, nargs=2, required=True)
+    parser.add_argument("--grace", type=float, nargs=3, required=True)
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -20,15 +20,17 @@ from hma_cli.cluster.topology import Environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grace:
-    """Seconds that a child gets after INT before TERM follows, and after TERM before KILL."""
+    """Seconds that a child gets after INT before TERM follows, and after TERM before KILL. clear: what its descendants
+    get after its end, and once more after TERM."""
 
     interrupt: float = 10.0
     terminate: float = 5.0
+    clear: float = 3.0
 
     @property
     def total(self) -> float:
         """After that much a guard has finished, whatever its command does (see guard.Guard)."""
-        return self.interrupt + self.terminate + 30.0
+        return self.interrupt + self.terminate + 3 * self.clear + 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Child:
         """Start the guard and the command. Returns once the command has a process id, or could not be started
         (`on_exit` tells that). ProcessError when the guard itself does not come up."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        grace = [str(self._grace.interrupt), str(self._grace.terminate)]
+        grace = [str(seconds) for seconds in (self._grace.interrupt, self._grace.terminate, self._grace.clear)]
         # -P: the guard's own directory must not shadow the standard library.
         command = [sys.executable, "-P", str(Path(guard.__file__)), "--log", str(self.log), "--grace", *grace, "--"]
         with open(self.log, "ab") as log:

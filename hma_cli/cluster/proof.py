@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connector.errors import IncompatiblePeer, ProcessError
+from connector.errors import IncompatiblePeer, PeerUnreachable, ProcessError
 from hma_cli.cluster.metrics import Counters, difference, read_metrics
 from hma_cli.cluster.topology import LOOPBACK, Server, Topology
 
@@ -65,7 +65,7 @@ class Probe:
 
 
 def prove(topology: Topology, *, require_hma: bool) -> Probe:
-    """Send the probe. Raises Unproven, IncompatiblePeer or PeerUnreachable; one request takes three minutes at most."""
+    """Send the probe. Raises Unproven or IncompatiblePeer; one request takes three minutes at most."""
     import httpx
 
     engines = describe_all(topology) if topology.connector == "hma" else ()
@@ -82,7 +82,13 @@ def describe_all(topology: Topology) -> tuple[tuple[str, EngineDescription], ...
     for server in topology.servers:
         if server.control_port is None:
             raise Unproven(f"{server.name} has no control channel.")
-        found.append((server.name, describe(LOOPBACK, server.control_port, timeout=10.0)))
+        try:
+            found.append((server.name, describe(LOOPBACK, server.control_port, timeout=10.0)))
+        except PeerUnreachable as error:
+            raise Unproven(
+                f"{server.name} does not answer on its control channel, port {server.control_port}.",
+                remedy="Check in its log that it runs HmaNixlConnector.",
+            ) from error
     return tuple(found)
 
 

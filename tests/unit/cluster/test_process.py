@@ -18,7 +18,7 @@ import pytest
 from hma_cli.cluster import guard
 from hma_cli.cluster.process import Child, ExitStatus, Grace, stop_all, tail
 
-QUICK = Grace(interrupt=0.5, terminate=0.5)
+QUICK = Grace(interrupt=0.5, terminate=0.5, clear=0.5)
 
 
 def alive(pid: int) -> bool:
