@@ -20,9 +20,10 @@ from hma_cli.cluster.machine import GIB, Machine
 from hma_cli.cluster.model import Model
 from hma_cli.cluster.proof import Moved, Probe
 from hma_cli.cluster.sizing import CpuShare
+from hma_cli.cluster.summary import summary
 from hma_cli.cluster.supervisor import ChildState, LaunchState
 from hma_cli.cluster.topology import PortPlan, Settings, build_topology
-from hma_cli.commands.launch import rows, summary, vllm_arguments
+from hma_cli.commands.launch import rows, vllm_arguments
 
 
 @pytest.fixture
