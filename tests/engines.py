@@ -67,10 +67,13 @@ class Engine:
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self) -> None:
+    def ask_to_end(self) -> None:
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
+
+    def stop(self) -> None:
+        self.ask_to_end()
         try:
             self.process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -148,27 +151,29 @@ def engines(
         yield started
     finally:
         for engine in started.values():
+            engine.ask_to_end()
+        for engine in started.values():
             engine.stop()
 
 
-def hand_over(
-    prefill: Engine, decode: Engine, prompts: dict[str, list[int]], params: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Send prompts through a pair as a router does: to P with max_tokens 1, then to D with P's parameters."""
-    first = prefill.generate(
+def prefill(engine: Engine, prompts: dict[str, list[int]]) -> dict[str, Any]:
+    """Send prompts to P as a router does; results by name, each with the handle under `transfer`."""
+    return engine.generate(
         [
-            {"id": f"p-{name}", "tokens": tokens, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}
+            {"id": name, "tokens": tokens, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}
             for name, tokens in prompts.items()
         ]
     )
-    second = decode.generate(
+
+
+def hand_over(
+    p: Engine, d: Engine, prompts: dict[str, list[int]], params: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Send prompts through a pair as a router does: to P with max_tokens 1, then to D with P's parameters."""
+    first = prefill(p, {f"p-{name}": tokens for name, tokens in prompts.items()})
+    second = d.generate(
         [
-            {
-                "id": f"d-{name}",
-                "tokens": tokens,
-                "params": params or {},
-                "transfer": first[f"p-{name}"]["transfer"],
-            }
+            {"id": f"d-{name}", "tokens": tokens, "params": params or {}, "transfer": first[f"p-{name}"]["transfer"]}
             for name, tokens in prompts.items()
         ]
     )

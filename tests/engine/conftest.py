@@ -1,4 +1,4 @@
-"""Real engines for the tests of this folder, started once: two prefill engines, two decode engines, one reference."""
+"""Real engines for the tests of this folder, started once: two prefill engines, three decode engines, one reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class House:
-    """Engines by name: p_plain, p_cached (prefix caching, prefill in chunks of 64), d_plain, d_cached, reference."""
+    """Engines by name: p_plain, p_cached (prefix caching, prefill in chunks of 64), d_plain, d_cached, d_failing (a
+    refused or failed hand-over fails the request instead of recomputing it), reference (without a connector)."""
 
     engines: dict[str, Engine]
 
@@ -42,11 +43,13 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     transfer = engine_args(model, "hma")["kv_transfer_config"]
     transfer["kv_connector_extra_config"] = {"lease_seconds": LEASE, "claim_timeout": 3.0}
     ours: dict[str, Any] = {"block_size": BLOCK, "kv_transfer_config": transfer}
+    failing = {**ours, "kv_transfer_config": {**transfer, "kv_load_failure_policy": "fail"}}
     specs = {
         "p_plain": engine_args(model, "hma", **ours),
         "p_cached": engine_args(model, "hma", **ours, enable_prefix_caching=True, **chunked),
         "d_plain": engine_args(model, "hma", **ours),
         "d_cached": engine_args(model, "hma", **ours, enable_prefix_caching=True),
+        "d_failing": engine_args(model, "hma", **failing),
         "reference": engine_args(model, None, block_size=BLOCK),
     }
     with engines(specs, tmp_path_factory.mktemp("engines")) as started:

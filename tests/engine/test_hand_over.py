@@ -17,7 +17,7 @@ from tests.engine.conftest import (
     same_answer,
     stats_delta,
 )
-from tests.engines import Engine, hand_over
+from tests.engines import Engine, hand_over, prefill
 
 PAIRS = [("p_plain", "d_plain"), ("p_cached", "d_plain"), ("p_plain", "d_cached"), ("p_cached", "d_cached")]
 
@@ -143,9 +143,7 @@ REASONS = {
 def test_an_edited_handle_is_recomputed_and_counted(house: House, reference: Reference, edit: str) -> None:
     p, d = house["p_plain"], house["d_plain"]
     prompt = make_prompt(150, seed=500)
-    first = p.generate(
-        [{"id": "p", "tokens": prompt, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}]
-    )
+    first = prefill(p, {"p": prompt})
     before = _fallbacks(d)
     edited = EDITS[edit](first["p"]["transfer"])
     result = d.generate([{"id": "d", "tokens": prompt, "transfer": edited}])
@@ -158,9 +156,7 @@ def test_an_edited_handle_is_recomputed_and_counted(house: House, reference: Ref
 def test_block_ids_in_the_body_are_not_used(house: House, reference: Reference) -> None:
     p, d = house["p_plain"], house["d_plain"]
     prompt = make_prompt(150, seed=501)
-    first = p.generate(
-        [{"id": "p", "tokens": prompt, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}]
-    )
+    first = prefill(p, {"p": prompt})
     edited = {**first["p"]["transfer"], "remote_block_ids": [[7, 8, 9]] * 7}
     before = d.status()
     result = d.generate([{"id": "d", "tokens": prompt, "transfer": edited}])
@@ -171,9 +167,7 @@ def test_block_ids_in_the_body_are_not_used(house: House, reference: Reference) 
 def test_a_handle_used_twice_is_read_once(house: House, reference: Reference) -> None:
     p, d = house["p_plain"], house["d_plain"]
     prompt = make_prompt(150, seed=502)
-    first = p.generate(
-        [{"id": "p", "tokens": prompt, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}]
-    )
+    first = prefill(p, {"p": prompt})
     before = _fallbacks(d)
     requests = [{"id": f"d{i}", "tokens": prompt, "transfer": first["p"]["transfer"]} for i in range(2)]
     result = d.generate(requests)
@@ -185,12 +179,7 @@ def test_a_handle_used_twice_is_read_once(house: House, reference: Reference) ->
 def test_one_handle_for_a_list_of_prompts_serves_each_from_its_own_offer(house: House, reference: Reference) -> None:
     p, d = house["p_plain"], house["d_plain"]
     prompts = [make_prompt(n, seed=503) for n in (140, 150, 160)]
-    first = p.generate(
-        [
-            {"id": f"cmpl-list-{i}", "tokens": t, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}
-            for i, t in enumerate(prompts)
-        ]
-    )
+    first = prefill(p, {f"cmpl-list-{i}": tokens for i, tokens in enumerate(prompts)})
     handle = first["cmpl-list-0"]["transfer"]  # a router passes one on
     before = d.status()
     result = d.generate([{"id": f"list-{i}", "tokens": t, "transfer": handle} for i, t in enumerate(prompts)])
@@ -204,16 +193,7 @@ def test_one_handle_for_a_list_of_prompts_serves_each_from_its_own_offer(house: 
 def test_an_offer_that_nobody_claims_is_freed_after_one_lease(house: House) -> None:
     p = house["p_plain"]
     before = p.status()
-    p.generate(
-        [
-            {
-                "id": "p",
-                "tokens": make_prompt(150),
-                "params": {"max_tokens": 1},
-                "transfer": {"do_remote_decode": True},
-            }
-        ]
-    )
+    prefill(p, {"p": make_prompt(150)})
     assert p.status()["blocks_in_use"] > 0
     p.wait_free(2 * 6.0)
     assert stats_delta(p, before)["leases_expired"] == 1
@@ -222,9 +202,7 @@ def test_an_offer_that_nobody_claims_is_freed_after_one_lease(house: House) -> N
 def test_an_expired_handle_is_recomputed(house: House, reference: Reference) -> None:
     p, d = house["p_plain"], house["d_plain"]
     prompt = make_prompt(150, seed=504)
-    first = p.generate(
-        [{"id": "p", "tokens": prompt, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}]
-    )
+    first = prefill(p, {"p": prompt})
     p.wait_free(2 * 6.0)
     before = _fallbacks(d)
     result = d.generate([{"id": "d", "tokens": prompt, "transfer": first["p"]["transfer"]}])
@@ -235,9 +213,7 @@ def test_an_expired_handle_is_recomputed(house: House, reference: Reference) -> 
 def test_a_client_that_leaves_before_its_load_releases_both_sides(house: House) -> None:
     p, d = house["p_plain"], house["d_plain"]
     prompt = make_prompt(400, seed=505)
-    first = p.generate(
-        [{"id": "p", "tokens": prompt, "params": {"max_tokens": 1}, "transfer": {"do_remote_decode": True}}]
-    )
+    first = prefill(p, {"p": prompt})
     d.call("add", requests=[{"id": "d", "tokens": prompt, "transfer": first["p"]["transfer"]}])
     d.call("abort", ids=["d"])
     d.wait_free()
@@ -252,3 +228,25 @@ def test_prompt_logprobs_are_computed_on_d(house: House, reference: Reference) -
     assert same_answer(got["x"], reference([prompt])[0])
     assert stats_delta(d, before).get("transfers", 0) == 0
     p.wait_free(2 * 6.0)
+
+
+def test_with_policy_fail_a_refused_request_fails_alone(house: House, reference: Reference) -> None:
+    p, d = house["p_plain"], house["d_failing"]
+    good, bad = make_prompt(150, seed=507), make_prompt(170, seed=508)
+    first = prefill(p, {"good": good, "bad": bad})
+    handle = first["bad"]["transfer"]
+    result = d.generate(
+        [
+            {"id": "good", "tokens": good, "transfer": first["good"]["transfer"]},
+            {"id": "bad", "tokens": bad, "transfer": {**handle, "remote_request_id": "no-such-request"}},
+        ]
+    )
+    assert same_answer(result["good"], reference([good])[0])
+    assert result["bad"]["tokens"] == []
+    assert result["bad"]["reason"] == "error"
+    assert _fallbacks(d) == {"unknown|failed": 1}
+    # The engine goes on, and the offer that was not read can still be.
+    again = d.generate([{"id": "again", "tokens": bad, "transfer": handle}])
+    assert same_answer(again["again"], reference([bad])[0])
+    d.wait_free()
+    p.wait_free()
