@@ -46,11 +46,11 @@ class LiveView:
         """Show the newest state. Without a terminal a row is told again only when its stage has changed."""
         if self._live is not None:
             self._live.update(_table(self._title, rows))
-            return
         for row in rows:
             if self._shown.get(row.name) != row.stage:
                 self._shown[row.name] = row.stage
-                print(f"{row.name}: {row.stage}", file=sys.stderr, flush=True)
+                if self._live is None:
+                    print(f"{row.name}: {row.stage}", file=sys.stderr, flush=True)
 
 
 def _table(title: str, rows: tuple[Row, ...]) -> Any:
