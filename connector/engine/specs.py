@@ -74,15 +74,14 @@ def geometry_from(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def layout_of(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The inner layout of the pages, so that peers whose bytes mean something else are refused."""
+    """The order of dimensions inside the pages, so that peers whose bytes mean something else are refused."""
     inner = set()
     for group in cache.kv_cache_groups:
         for layer in group.layer_names:
-            tensor = tensors[layer]
-            strides = tensor.stride()
-            order = sorted(range(1, tensor.dim()), key=strides.__getitem__, reverse=True)
-            inner.add(f"{tuple(tensor.shape[1:])} by {tuple(order)}")
-    return f"{cache.kv_cache_layout or 'default'}: {'; '.join(sorted(inner))}"
+            strides = tensors[layer].stride()
+            order = sorted(range(1, len(strides)), key=strides.__getitem__, reverse=True)
+            inner.add(",".join(map(str, order)))
+    return f"{cache.kv_cache_layout or 'default'} {' '.join(sorted(inner))}"
 
 
 def comparable_fields(config: VllmConfig, layout: str, protocol: int, vllm_version: str) -> dict[str, str]:

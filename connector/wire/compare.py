@@ -102,12 +102,18 @@ def _groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Diff
     if len(ours.groups) != len(theirs.groups):
         yield Difference("groups", str(len(ours.groups)), str(len(theirs.groups)), "refused", _GROUP_REMEDY)
         return
-    for mine, other in zip(ours.groups, theirs.groups, strict=True):
-        left, right = _comparable(mine), _comparable(other)
-        for name in left:
-            if left[name] != right[name]:
-                sides = str(left[name])[:200], str(right[name])[:200]
-                yield Difference(f"groups[{mine.index}].{name}", *sides, "refused", _GROUP_REMEDY)
+    pairs = [(_comparable(mine), _comparable(other)) for mine, other in zip(ours.groups, theirs.groups, strict=True)]
+    blocks_differ = any(left["block_size"] != right["block_size"] for left, right in pairs)
+    for name in pairs[0][0] if pairs else ():
+        if name == "page_bytes" and blocks_differ:
+            continue  # a consequence, and the cause has been named
+        sides = [(str(left[name])[:200], str(right[name])[:200]) for left, right in pairs]
+        differing = [index for index, (left, right) in enumerate(sides) if left != right]
+        remedy = REMEDIES.get(name, _GROUP_REMEDY)
+        if differing and len({sides[index] for index in differing}) == 1 and len(differing) == len(pairs):
+            yield Difference(name, *sides[0], "refused", remedy)
+        else:
+            yield from (Difference(f"groups[{index}].{name}", *sides[index], "refused", remedy) for index in differing)
 
 
 def _ranks(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
@@ -138,5 +144,5 @@ def _regions(
             continue
         pages = [mine.regions[region].page_bytes for region in left.regions]
         their_pages = [other.regions[region].page_bytes for region in right.regions]
-        if pages != their_pages:
+        if pages != their_pages and left.block_size == right.block_size:
             yield Difference(f"{name}.page_bytes", str(pages)[:200], str(their_pages)[:200], "refused", _GROUP_REMEDY)

@@ -18,7 +18,7 @@ def talk(message: str) -> None:
     """One line for people on stderr (Rich markup allowed)."""
     from rich.console import Console
 
-    Console(stderr=True, highlight=False).print(message)
+    Console(stderr=True, highlight=False).print(message, soft_wrap=True)
 
 
 def render(result: Result, fmt: Format = "table") -> None:
@@ -36,7 +36,7 @@ def render(result: Result, fmt: Format = "table") -> None:
         console.print(_rich_table(table))
     for finding in result.findings:
         remedy = f" [dim]{_escape(finding.remedy)}[/]" if finding.remedy else ""
-        console.print(f"{_MARKS[finding.level]} {_escape(finding.text)}{remedy}")
+        console.print(f"{_MARKS[finding.level]} {_escape(finding.text)}{remedy}", soft_wrap=True)
 
 
 def render_error(error: HmaError) -> None:
