@@ -83,7 +83,7 @@ def prepare() -> Result:
     """Make the checkpoint ready; seconds is what that took."""
     from hma_cli.models import embedded
 
-    before = embedded.inspect()
+    before = embedded.inspect(full=True)
     start = time.monotonic()
     embedded.prepare()
     seconds = time.monotonic() - start

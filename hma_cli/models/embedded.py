@@ -30,7 +30,7 @@ NAME = source.NAME
 CACHE_VARIABLE = "HMA_CACHE_DIR"
 STAGES = (*CHILD_STAGES, "checksum")
 
-# 253 MB of GGUF and 573 MB of checkpoint at the same time, and some air.
+# 253 MB of GGUF and 570 MB of checkpoint at the same time, and some air.
 NEEDED_BYTES = 1_000_000_000
 _DEADLINE = 1800.0  # seconds for one conversion; it takes one to two minutes on two cores
 _NEEDED_MODULES = {
@@ -107,7 +107,7 @@ def prepare(*, progress: bool = True) -> Path:
 
 
 def _build(state: State, *, progress: bool) -> None:
-    from hma_cli.report.progress import StageBar
+    from hma_cli.report.stages import StageBar
 
     with StageBar("Preparing Gemma 3 270M", STAGES, shown=progress) as bar:
 

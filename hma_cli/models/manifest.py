@@ -40,7 +40,7 @@ def write(directory: Path, *, model: str, recipe: int, source_sha256: str, versi
         recipe=recipe,
         source_sha256=source_sha256,
         versions=versions,
-        files=tuple(_record(path) for path in sorted(directory.iterdir())),
+        files=tuple(_record(path) for path in sorted(directory.iterdir()) if path.name != FILE_NAME),
     )
     encoded = msgspec.json.encode(manifest)
     (directory / FILE_NAME).write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
