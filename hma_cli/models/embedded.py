@@ -170,6 +170,9 @@ def run_conversion(
     try:
         _follow(child.stdout, on_stage)
         code = child.wait()
+    except BaseException:
+        log.unlink(missing_ok=True)  # interrupted, not failed: there is nothing to read in it
+        raise
     finally:
         timer.cancel()
         child.kill()  # does nothing to a child that has ended
