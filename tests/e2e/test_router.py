@@ -1,7 +1,8 @@
 """Gemma 3 270M behind vllm-router: what a client sends is answered as one engine answers it, from KV that moved.
 
 The reference is the decode server asked directly, without a handle; that such requests are those of an engine without a
-connector is shown by the engine tests.
+connector is shown by the engine tests. Weights are float32: in bfloat16 one engine's own log-probabilities differ by up
+to 0.15 between a prefill and a decode of the same token, which would hide errors at the edge of a window.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ pytestmark = pytest.mark.e2e
 
 BLOCK = 64
 WINDOW = 512
-PAGE_BYTES = BLOCK * 1 * (256 + 256) * 2  # one KV head, K and V of 256, bf16
+PAGE_BYTES = BLOCK * 1 * (256 + 256) * 4  # one KV head, K and V of 256, float32
+ARGS = ("--dtype", "float32")
 LAYERS = {"sliding": 15, "full": 3}
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with running_pair(block_size=BLOCK, max_model_len=2048) as running:
+    with running_pair(block_size=BLOCK, max_model_len=2048, prefill_args=ARGS, decode_args=ARGS) as running:
         yield running
 
 
@@ -93,7 +95,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return [2, *(rng.randrange(1000, 200_000) for _ in range(length - 1))]
 
 
-EDGES = [63, 64, 65, 127, 128, 129, 511, 512, 513, 575, 576, 577, 639, 640, 703, 1023, 1300]
+EDGES = [63, 64, 65, 127, 511, 512, 513, 575, 576, 577, 639, 703, 1100]
 
 
 @pytest.mark.parametrize("length", EDGES)
@@ -127,7 +129,7 @@ def test_a_list_of_prompts_is_answered_one_by_one_from_kv_that_moved(client: htt
 
 
 def test_sixteen_at_once(client: httpx.Client, pair: Pair) -> None:
-    prompts = [random_prompt(length, 7000 + length) for length in range(40, 1000, 60)]
+    prompts = [random_prompt(length, 7000 + length) for length in range(40, 680, 40)]
     wanted = [choices(ask(client, pair.decode[0].url, pair, prompt)) for prompt in prompts]
     before = counters(client, pair)
     with ThreadPoolExecutor(16) as pool:
