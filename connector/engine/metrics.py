@@ -24,7 +24,7 @@ LABELLED = {
     "fallbacks": ("Requests with a handle whose KV was not used, by reason and outcome.", ("reason", "outcome")),
 }
 HISTOGRAMS = {
-    "transfer_seconds": "Seconds from the post of a load to its end, of its longest part, by the transport's own telemetry.",
+    "transfer_seconds": "Seconds from post to end of a load's longest part, by the transport's telemetry.",
     "post_seconds": "Seconds inside the transport's post calls of one load.",
 }
 GAUGE = "requests_remote_wait"

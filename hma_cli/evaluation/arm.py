@@ -22,7 +22,7 @@ _TABLE_KEYS = ("results", "versions", "n-shot", "higher_is_better", "group_subta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What both arms have in common. tokenizer: a directory or hub id. max_length: tokens of a prompt and its answer."""
+    """What both arms share. tokenizer: a directory or hub id. max_length: tokens of a prompt and its answer."""
 
     questions: Questions
     limit: int
@@ -69,7 +69,8 @@ def _evaluate(model: Completions, plan: Plan) -> dict[str, Any]:
     with contextlib.redirect_stderr(io.StringIO()):
         task = build_task(plan.questions, num_fewshot=plan.num_fewshot)
         loaded = {"tasks": {TASK: task}, "groups": {}, "group_map": {}}
-        return evaluator.evaluate(lm=model, task_dict=loaded, limit=plan.limit, log_samples=True)
+        results: dict[str, Any] = evaluator.evaluate(lm=model, task_dict=loaded, limit=plan.limit, log_samples=True)
+    return results
 
 
 def scores_of(logged: list[dict[str, Any]]) -> dict[int, tuple[Score, ...]]:

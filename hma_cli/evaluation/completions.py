@@ -25,7 +25,7 @@ class ArmFailed(Exception):
     """Requests failed, so there is nothing to score. The samples are in the model's `answers`."""
 
 
-class Completions(LocalCompletionsAPI):
+class Completions(LocalCompletionsAPI):  # type: ignore[misc]
     """One arm's model. `answers` holds a sample for every question that was asked, without scores.
 
     concurrency: requests in flight. timeout: seconds for one request. cache_salt: keeps the run's prompts apart from
@@ -67,7 +67,7 @@ class Completions(LocalCompletionsAPI):
         return int(self._max_gen_toks)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """Ask everything once. Raises ArmFailed when a request failed: no score is made from an answer that is not one."""
+        """Ask everything once. ArmFailed when a request failed: no score is made from an answer that is not one."""
         encoded = self.tok_encode([request.args[0] for request in requests], add_special_tokens=True)
         samples = asyncio.run(self._ask_all(requests, encoded))
         if any(sample.error for sample in samples):
@@ -89,7 +89,7 @@ class Completions(LocalCompletionsAPI):
             return list(await asyncio.gather(*(ask(*pair) for pair in zip(requests, encoded, strict=True))))
 
     async def _ask(self, client: httpx.AsyncClient, request: Any, ids: list[int]) -> Sample:
-        asked = {"doc_id": int(request.doc_id), "prompt_ids": tuple(ids)}
+        asked: dict[str, Any] = {"doc_id": int(request.doc_id), "prompt_ids": tuple(ids)}
         if self._errors >= MAX_ERRORS:
             return Sample(**asked, error=_NOT_SENT)
         payload = self._create_payload(

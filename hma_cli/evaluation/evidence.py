@@ -47,7 +47,9 @@ class Evidence:
 
 def evidence_of(connector: str, prefill: Counters, decode: Counters) -> Evidence:
     """Read the differences of both sides' counters. Pure."""
-    restarted = any(value < 0 for side in (prefill, decode) for (name, _), value in side.samples.items() if _counts(name))
+    restarted = any(
+        value < 0 for side in (prefill, decode) for (name, _), value in side.samples.items() if _counts(name)
+    )
     if connector == "nixl":
         return Evidence(
             connector=connector,

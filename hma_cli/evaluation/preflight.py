@@ -14,7 +14,7 @@ _FIRST_ANSWER = 180.0  # a cold engine may compile before its first token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a vLLM server says about itself. root: where it loaded the model from. max_model_len: tokens, 0 if untold."""
+    """What a vLLM server says of itself. root: where it loaded the model from. max_model_len: tokens, 0 if untold."""
 
     url: str
     name: str

@@ -15,6 +15,7 @@ from connector.errors import StackError
 from hma_cli.evaluation.questions import Question, Questions
 
 TASK = "gsm8k"
+OUTPUT_TOKENS = 256  # lm-eval's limit for an answer where the task sets none
 FEWSHOT_SEED = 1234  # lm-eval's default: both arms, and a run of lm-eval itself, draw the same examples
 
 
@@ -24,7 +25,7 @@ def quiet() -> None:
 
 
 def build_task(questions: Questions, *, num_fewshot: int) -> Any:
-    """A fresh lm-eval task object: it keeps the answers of a run, so each arm needs its own. StackError without lm-eval."""
+    """A fresh lm-eval task: it keeps the answers of a run, so each arm needs its own. StackError without lm-eval."""
     try:
         import datasets
         from lm_eval import tasks

@@ -133,9 +133,7 @@ def _pairs(baseline: Arm, pair: Arm) -> list[tuple[Sample, Sample]]:
     """Samples of both arms by question, where both have an answer."""
     theirs = {sample.doc_id: sample for sample in pair.samples if not sample.error}
     return [
-        (sample, theirs[sample.doc_id])
-        for sample in baseline.samples
-        if not sample.error and sample.doc_id in theirs
+        (sample, theirs[sample.doc_id]) for sample in baseline.samples if not sample.error and sample.doc_id in theirs
     ]
 
 

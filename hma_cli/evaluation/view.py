@@ -108,7 +108,9 @@ def _lm_eval_table(arm: Arm) -> Table:
         )
         for metric in arm.metrics
     ]
-    return Table(title=f"lm-eval, {arm.name} ({arm.url}, {arm.seconds:.0f} s)", columns=_LM_EVAL_HEADS, rows=tuple(rows))
+    return Table(
+        title=f"lm-eval, {arm.name} ({arm.url}, {arm.seconds:.0f} s)", columns=_LM_EVAL_HEADS, rows=tuple(rows)
+    )
 
 
 def _answers_table(run: Run) -> Table:
@@ -154,7 +156,11 @@ def _notes(run: Run) -> list[Finding]:
         Finding(
             level="note",
             text=f"First prompt: {len(prompts.ids[0])} tokens {_ids(prompts)}, BOS "
-            + ("has no id in this model." if prompts.bos_id is None else f"(id {prompts.bos_id}) {prompts.bos_count} time(s)."),
+            + (
+                "has no id in this model."
+                if prompts.bos_id is None
+                else f"(id {prompts.bos_id}) {prompts.bos_count} time(s)."
+            ),
         )
     ]
     other = [server for server, alike in run.server_ids.items() if alike is False]
@@ -200,7 +206,7 @@ def _verdict_findings(run: Run) -> list[Finding]:
         named = [
             Finding(
                 level="problem",
-                text=f"Question {one.doc_id} differs from {verdict.compared_by.removesuffix(' ids')} {one.position} on: "
+                text=f"Question {one.doc_id} differs from {verdict.compared_by.removesuffix(' ids')} {one.position}: "
                 f"baseline …{one.baseline!r}, pair …{one.pair!r}.",
             )
             for one in verdict.differences[:NAMED]
@@ -219,4 +225,9 @@ def _verdict_findings(run: Run) -> list[Finding]:
 
 
 def _ids(prompts: Prompts) -> str:
-    return "[" + ", ".join(map(str, prompts.first_ids)) + ("" if len(prompts.ids[0]) <= len(prompts.first_ids) else ", …") + "]"
+    return (
+        "["
+        + ", ".join(map(str, prompts.first_ids))
+        + ("" if len(prompts.ids[0]) <= len(prompts.first_ids) else ", …")
+        + "]"
+    )

@@ -20,7 +20,14 @@ def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
 @contextmanager
 def _bar(title: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     # sys.stderr is taken now: others may redirect it while the work goes on.
     console = Console(file=sys.stderr, highlight=False)

@@ -58,7 +58,10 @@ def _rich_table(table: Table):  # type: ignore[no-untyped-def]
     from rich.table import Table as RichTable
 
     rich = RichTable(title=table.title, caption=table.note or None, box=box.SIMPLE_HEAD, title_justify="left")
-    numeric = [bool(table.rows) and all(isinstance(row[i], int | float) for row in table.rows) for i in range(len(table.columns))]
+    numeric = [
+        bool(table.rows) and all(isinstance(row[i], int | float) for row in table.rows)
+        for i in range(len(table.columns))
+    ]
     for name, is_number in zip(table.columns, numeric, strict=True):
         rich.add_column(name, justify="right" if is_number else "left")
     for row in table.rows:
