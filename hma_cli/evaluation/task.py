@@ -7,6 +7,8 @@ and lm-eval's score means what it always means.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,8 @@ def build_task(questions: Questions, *, num_fewshot: int) -> Any:
 
 def prompts(task: Any, *, limit: int) -> tuple[str, ...]:
     """The prompts of the first `limit` questions, in order. Builds the task's requests as lm-eval's evaluator does."""
-    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    with contextlib.redirect_stderr(io.StringIO()):  # lm-eval draws a bar of its own
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
     return tuple(instance.args[0] for instance in sorted(task.instances, key=lambda instance: instance.doc_id))
 
 

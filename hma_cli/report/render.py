@@ -29,7 +29,8 @@ def render(result: Result, fmt: Format = "table") -> None:
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # Without a terminal Rich assumes 80 columns and cuts cells; files and pipes have room.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     if result.text:
         console.out(result.text, highlight=False)
     for table in result.tables:
