@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hma_cli.evaluation.samples import Arm
     from hma_cli.evaluation.view import Run
 
-# Both arms of an own launch run eagerly, which starts sooner, and in float32: in bfloat16 one engine's own results differ
-# visibly between a prefill and a decode of the same token, so that a difference would mean little.
+# Both arms of an own launch run eagerly, which starts sooner, and in float32: in bfloat16 one engine's own results
+# already differ between a prefill and a decode of the same token, so that a difference would mean little.
 OWN_ARGUMENTS = ("--enforce-eager", "--dtype", "float32")
 
 

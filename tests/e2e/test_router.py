@@ -1,8 +1,8 @@
 """Gemma 3 270M behind vllm-router: what a client sends is answered as one engine answers it, from KV that moved.
 
 The reference is the decode server asked directly, without a handle; that such requests are those of an engine without a
-connector is shown by the engine tests. Weights are float32: in bfloat16 one engine's own log-probabilities differ between
-a prefill and a decode of the same token, which would hide errors at the edge of a window.
+connector is shown by the engine tests. Weights are float32: in bfloat16 one engine's own log-probabilities already
+differ between a prefill and a decode of the same token, which would hide errors at the edge of a window.
 """
 
 from __future__ import annotations
