@@ -1,0 +1,259 @@
+"""The plan: what is live, which blocks pair, which pages move, in how many runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connector.errors import ConfigError
+from connector.plan.build import Blocks, Pairs, descriptors, live_blocks, pair_blocks, run_starts
+from connector.plan.capacity import capacity
+from connector.plan.geometry import Geometry, Group, Region, regions_of_tensor
+from connector.plan.kinds import Full, Kind, SlidingWindow, blocks_covering, kind_from_wire
+
+GOLDEN = Path(__file__).parent / "golden"
+kinds = st.one_of(st.just(Full()), st.builds(SlidingWindow, st.integers(1, 200)))
+
+
+def read_by_next_token(kind: Kind, num_tokens: int) -> set[int]:
+    """Token-level oracle: which cached positions attention reads when position `num_tokens` is computed."""
+    query = num_tokens
+    return {key for key in range(query) if kind.window is None or query - key < kind.window}
+
+
+@given(kinds, st.integers(0, 400))
+def test_the_live_range_is_what_the_next_token_reads(kind: Kind, num_tokens: int) -> None:
+    assert set(kind.live_range(num_tokens)) == read_by_next_token(kind, num_tokens)
+
+
+@given(kinds, st.integers(0, 400), st.integers(1, 64))
+def test_the_cover_is_minimal(kind: Kind, num_tokens: int, block_size: int) -> None:
+    live = read_by_next_token(kind, num_tokens)
+    assert set(blocks_covering(kind.live_range(num_tokens), block_size)) == {token // block_size for token in live}
+
+
+def test_kinds_from_the_wire_are_the_known_ones_only() -> None:
+    assert kind_from_wire("full", None) == Full()
+    assert kind_from_wire("sliding_window", 7) == SlidingWindow(7)
+    for name, window in (("mla", None), ("full", 3), ("sliding_window", None)):
+        with pytest.raises(ConfigError):
+            kind_from_wire(name, window)
+    with pytest.raises(ConfigError):
+        SlidingWindow(0)
+
+
+def test_live_blocks_of_a_table_with_dead_positions() -> None:
+    table = [0, 0, 5, 6, 7]
+    assert live_blocks(SlidingWindow(64), 32, table, 150) == Blocks(2, (5, 6, 7))
+    assert live_blocks(Full(), 32, table, 150) is None  # a live position is null
+    assert live_blocks(SlidingWindow(64), 32, table, 161) is None  # a live position is missing
+
+
+@given(kinds, st.integers(1, 32), st.integers(1, 300), st.integers(0, 12), st.randoms())
+def test_pairs_join_equal_positions_and_leave_out_what_is_cached(
+    kind: Kind, block_size: int, num_tokens: int, cached_blocks: int, rng
+) -> None:  # type: ignore[no-untyped-def]
+    cached = min(cached_blocks, num_tokens // block_size)
+    live = blocks_covering(kind.live_range(num_tokens), block_size)
+    ids = list(range(1, 1000))
+    rng.shuffle(ids)
+    remote = {position: ids.pop() for position in live}
+    table = [ids.pop() if position in live else 0 for position in range(-(-num_tokens // block_size))]
+    pairs = pair_blocks(
+        kind=kind,
+        block_size=block_size,
+        num_tokens=num_tokens,
+        cached_tokens=cached * block_size,
+        offered=Blocks(live.start, tuple(remote.values())),
+        table=table,
+    )
+    expected = [(remote[position], table[position]) for position in live if position >= cached]
+    assert list(zip(pairs.remote.tolist(), pairs.local.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cached", "offered", "table", "told"),
+    [
+        (5, Blocks(0, (1, 2, 3)), [4, 5, 6], "whole number of blocks"),
+        (0, Blocks(1, (2, 3)), [4, 5, 6], "The offer holds"),
+        (0, Blocks(0, (1, 2)), [4, 5, 6], "The offer holds"),
+        (0, Blocks(0, (1, 2, 3)), [4, 5], "The block table has 2"),
+        (0, Blocks(0, (1, 2, 3)), [4, 0, 6], "null block"),
+        (0, Blocks(0, (1, 0, 3)), [4, 5, 6], "null block"),
+    ],
+)
+def test_a_pairing_with_a_hole_is_refused(cached: int, offered: Blocks, table: Sequence[int], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        pair_blocks(kind=Full(), block_size=16, num_tokens=40, cached_tokens=cached, offered=offered, table=table)
+
+
+def geometry(
+    layers: Sequence[int], *, base: int, num_blocks: int, page: int = 64, stride: int = 64, split: bool = False
+) -> Geometry:
+    """Groups of `layers[i]` layers over shared regions, as vLLM lays them: layer j of every group in region j."""
+    copies = 2 if split else 1
+    size = stride * num_blocks
+    regions = tuple(
+        Region(base=base + index * size, stride=stride, page_bytes=page // copies, num_blocks=num_blocks)
+        for index in range(max(layers) * copies)
+    )
+    groups = tuple(
+        Group(
+            kind=Full(),
+            block_size=16,
+            layers=tuple(f"g{group}l{layer}" for layer in range(count)),
+            regions=tuple(range(count * copies)),
+        )
+        for group, count in enumerate(layers)
+    )
+    return Geometry(regions, groups)
+
+
+def address(geometry: Geometry, row: int) -> tuple[int, int]:
+    """(address, bytes) of a page index, from first principles."""
+    for region in geometry.regions:
+        if row < region.num_blocks:
+            return region.base + row * region.stride, region.page_bytes
+        row -= region.num_blocks
+    raise AssertionError(row)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Pairs], Geometry, Geometry]:
+    layers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dense = draw(st.booleans())
+    split = draw(st.booleans())
+    ours = geometry(layers, base=1 << 20, num_blocks=40, stride=64 if dense else 96, split=split)
+    theirs = geometry(layers, base=1 << 30, num_blocks=50, split=split)
+    counts = [draw(st.integers(0, 4)) for _ in layers]
+    local = draw(st.permutations(range(1, 20)))[: sum(counts)]
+    remote = draw(st.permutations(range(1, 20)))[: sum(counts)]
+    pairs, start = [], 0
+    for count in counts:
+        stop = start + count
+        pairs.append(Pairs(np.array(remote[start:stop], np.int64), np.array(local[start:stop], np.int64)))
+        start = stop
+    return pairs, ours, theirs
+
+
+@given(cases())
+@settings(max_examples=200)
+def test_descriptors_are_every_page_of_every_pair_once(case: tuple[list[Pairs], Geometry, Geometry]) -> None:
+    pairs, ours, theirs = case
+    expected = set()
+    for group, pair in enumerate(pairs):
+        for left, right in zip(ours.groups[group].regions, theirs.groups[group].regions, strict=True):
+            for local, remote in zip(pair.local.tolist(), pair.remote.tolist(), strict=True):
+                here, there = ours.regions[left], theirs.regions[right]
+                expected.add((here.base + local * here.stride, there.base + remote * there.stride, here.page_bytes))
+    rows = descriptors(pairs, ours, theirs)
+    found = [
+        (address(ours, local)[0], address(theirs, remote)[0], address(ours, local)[1])
+        for local, remote in zip(rows.local.tolist(), rows.remote.tolist(), strict=True)
+    ]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+    assert rows.num_bytes == sum(size for _, _, size in found)
+    assert rows.runs == merged(found)
+
+
+def merged(rows: Sequence[tuple[int, int, int]]) -> int:
+    """Runs of (local, remote, bytes) rows in their order, by addresses alone."""
+    return sum(
+        not (index and all(rows[index - 1][side] + rows[index - 1][2] == row[side] for side in (0, 1)))
+        for index, row in enumerate(rows)
+    )
+
+
+@given(st.permutations(range(1, 6)), st.permutations(range(1, 6)))
+@settings(max_examples=40)
+def test_no_other_order_has_fewer_runs(local: list[int], remote: list[int]) -> None:
+    one = geometry([1], base=0, num_blocks=10)
+    rows = descriptors([Pairs(np.array(remote), np.array(local))], one, one)
+    pairs = list(zip(local, remote, strict=True))
+    best = min(
+        int(run_starts(np.array([a for a, _ in order]), np.array([b for _, b in order])).sum())
+        for order in itertools.permutations(pairs)
+    )
+    assert rows.runs == best
+
+
+@given(cases(), st.integers(1, 5))
+def test_parts_cover_the_rows_and_cut_between_runs(case: tuple[list[Pairs], Geometry, Geometry], most: int) -> None:
+    rows = descriptors(*case)
+    parts = rows.parts(most)
+    assert [x for local, _ in parts for x in local.tolist()] == rows.local.tolist()
+    assert [x for _, remote in parts for x in remote.tolist()] == rows.remote.tolist()
+    starts = iter(rows.starts.tolist())
+    for local, _ in parts:
+        flags = [next(starts) for _ in local]
+        assert flags[0]
+        assert sum(flags) <= most
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
+def test_golden_plans(path: Path) -> None:
+    golden = json.loads(path.read_text())
+    for layout, expected in golden["expected"].items():
+        sizes = [group["layers"] for group in golden["groups"]]
+        both = geometry(sizes, base=0, num_blocks=2000, split=layout == "split")
+        pairs, block = [], 1
+        for group in golden["groups"]:
+            kind = kind_from_wire(group["kind"], group["window"])
+            live = blocks_covering(kind.live_range(golden["num_tokens"]), golden["block_size"])
+            ids = np.arange(block, block + len(live))
+            block += len(live)
+            pairs.append(Pairs(ids, ids))
+        rows = descriptors(pairs, both, both)
+        assert (len(rows), rows.runs) == (expected["descriptors"], expected["runs"]), layout
+
+
+def test_tensor_shapes_that_backends_hand_over() -> None:
+    def regions(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Region, ...]:
+        return regions_of_tensor(base=1000, shape=shape, strides=strides, itemsize=2, num_blocks=8)
+
+    packed = Region(base=1000, stride=2 * 192, page_bytes=2 * 192, num_blocks=8)
+    assert regions((8, 2, 8, 12), (192, 96, 12, 1)) == (packed,)
+    assert regions((8, 8, 2, 12), (192, 12, 96, 1)) == (packed,)  # another order inside the page
+    assert regions((8, 2, 8, 12), (256, 96, 12, 1))[0].stride == 512  # padded pages
+    halves = regions((2, 8, 8, 12), (768, 96, 12, 1))
+    assert [region.base for region in halves] == [1000, 1000 + 2 * 768]
+    assert halves[0].page_bytes == 2 * 96
+    with pytest.raises(ConfigError, match="not contiguous"):
+        regions((8, 2, 8, 12), (400, 200, 12, 1))
+    with pytest.raises(ConfigError, match="block dimension"):
+        regions((3, 2, 8, 12), (192, 96, 12, 1))
+    with pytest.raises(ConfigError, match="overlap"):
+        regions((8, 2, 8, 12), (96, 96, 12, 1))
+
+
+def test_a_geometry_that_cannot_be_is_refused() -> None:
+    region = Region(base=0, stride=64, page_bytes=64, num_blocks=4)
+    with pytest.raises(ConfigError, match="does not exist"):
+        Geometry((region,), (Group(kind=Full(), block_size=16, layers=("a",), regions=(1,)),))
+    with pytest.raises(ConfigError, match="one region twice"):
+        Group(kind=Full(), block_size=16, layers=("a",), regions=(0, 0))
+
+
+def test_capacity_by_hand() -> None:
+    """Two groups of one layer share one region of 101 blocks of 16 tokens; window 17; requests of 160 tokens.
+
+    With HMA a request holds 10 blocks of the full group, and of the sliding one the block of its 16 live tokens and one
+    in the making: 12, so 100 / 12 requests. Without, each of 10 blocks costs two pages: 100 / 20 requests.
+    """
+    region = Region(base=0, stride=64, page_bytes=64, num_blocks=101)
+    groups = tuple(
+        Group(kind=kind, block_size=16, layers=(name,), regions=(0,))
+        for name, kind in (("full", Full()), ("window", SlidingWindow(17)))
+    )
+    found = capacity(Geometry((region,), groups), 160)
+    assert found.hma_tokens == int(100 / 12 * 160)
+    assert found.full_tokens == int(100 / 20 * 160)
+    assert found.gain == pytest.approx(20 / 12, rel=1e-3)
