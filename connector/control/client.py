@@ -135,13 +135,12 @@ class ControlClient:
                 self._drop(command, poller)
 
     def _send(self, question: _Question, poller: zmq.Poller) -> None:
-        frame, nonce = self._codec.request(question.message)
         now = self._clock()
-        self._pending[nonce] = _Pending(question, now, now + question.timeout)
         try:
+            frame, nonce = self._codec.request(question.message)
             self._socket(question.endpoint, poller).send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            del self._pending[nonce]
+            self._pending[nonce] = _Pending(question, now, now + question.timeout)
+        except (zmq.ZMQError, ValueError, TypeError) as error:
             unreachable = PeerUnreachable(f"Cannot reach {_name(question.endpoint)}: {error}.")
             self._guarded(question.on_reply, unreachable, now)
 

@@ -226,7 +226,7 @@ class Inbound:
                 request_id=handle.request_id,
                 epoch=handle.epoch,
                 claimant=self._engine.epoch,
-                token=claim.request_id,
+                token=claim.token,
                 digest=claim.digest,
                 fingerprint=self._fingerprint,
             )

@@ -13,20 +13,21 @@ if TYPE_CHECKING:
 def transferable(request: Request) -> bool:
     """Whether a request's KV can be handed over at all.
 
-    Not: one token (nothing is left to load), prompts given as embeddings (no tokens to identify them), prompt
-    log-probabilities (D must compute the whole prompt for them), and a media input that ends with the prompt (the last
-    token could not be cut off).
+    Not: one token (nothing is left to load), prompts given as embeddings (nothing identifies them), and a media input
+    that ends with the prompt (the last token could not be cut off).
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.num_prompt_tokens < 2:
         return False
     if request.sampling_params is None:
         return False
-    if (request.kv_transfer_params or {}).get(
-        "do_remote_prefill"
-    ) and request.sampling_params.prompt_logprobs is not None:
-        return False
     last = request.num_prompt_tokens - 1
     return all(feature.mm_position.offset + feature.mm_position.length <= last for feature in request.mm_features)
+
+
+def computes_whole_prompt(request: Request) -> bool:
+    """Whether D must compute every prompt token itself, because log-probabilities of the prompt were asked for."""
+    sampling = request.sampling_params
+    return request.skip_reading_prefix_cache or (sampling is not None and sampling.prompt_logprobs is not None)
 
 
 def transfer_digest(request: Request) -> bytes:

@@ -20,7 +20,7 @@ from connector.control.peers import AllowedPeers, own_host
 from connector.control.server import ControlServer
 from connector.engine.metadata import RankMetadata, StepMetadata
 from connector.engine.metrics import GAUGE, HmaStats
-from connector.engine.prompts import shorten_prompt, transfer_digest, transferable
+from connector.engine.prompts import computes_whole_prompt, shorten_prompt, transfer_digest, transferable
 from connector.engine.settings import Settings
 from connector.engine.specs import comparable_fields
 from connector.errors import ConfigError
@@ -123,8 +123,8 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """P: shorten the prompt by its last token. D: ask for the offer, before the request is first scheduled."""
-        params = request.kv_transfer_params or {}
-        if not transferable(request):
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or not transferable(request):
             return
         if params.get("do_remote_decode"):
             digest = transfer_digest(request)
@@ -143,7 +143,7 @@ class SchedulerSide:
         if claim.state is State.ASKED:
             return None, False
         missing = claim.num_tokens - computed
-        if missing <= 0 or request.skip_reading_prefix_cache:
+        if missing <= 0 or computes_whole_prompt(request):
             self._end(claim, Event.SKIP if claim.state is State.GRANTED else Event.GIVE_UP)
             return 0, False
         if claim.state is State.GRANTED:

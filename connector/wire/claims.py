@@ -18,6 +18,7 @@ pair of state and event changes nothing, so completions that come twice, late or
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -67,6 +68,7 @@ HOLDS_CLAIM = frozenset({State.GRANTED, State.LOADING})
 class InboundClaim:
     """One request of D that wants P's KV.
 
+    token: names this claim to P, whatever id the client gave its request.
     deadline: when an unanswered claim counts as refused. valid_until: end of the lease, by D's clock, counted from the
     moment D sent the claim or renewal, so that it never ends after P's own.
     """
@@ -81,7 +83,8 @@ class InboundClaim:
     detail: str = ""
     valid_until: float = 0.0
     grant: Granted | None = None
-    cancelled: bool = field(default=False)
+    cancelled: bool = False
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def move(self, event: Event) -> bool:
         """Apply an event; False, and no change, when the state does not know it."""

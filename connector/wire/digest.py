@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Iterable, Sequence
-
-import msgspec
 
 DIGEST_BYTES = 32
 
@@ -16,7 +15,8 @@ def prompt_digest(token_ids: Sequence[int], *, adapter: str = "", salt: str = ""
 
     adapter: name of the LoRA adapter. salt: the request's `cache_salt`. media: hashes and places of multimodal inputs.
     """
-    header = msgspec.msgpack.encode(("hma.prompt/1", len(token_ids), adapter, salt, tuple(media)))
+    # JSON escapes what is not valid Unicode, so that no text of a client can fail here.
+    header = json.dumps(["hma.prompt/1", len(token_ids), adapter, salt, list(media)]).encode()
     digest = hashlib.blake2b(len(header).to_bytes(4, "little") + header, digest_size=DIGEST_BYTES)
     digest.update(array("q", token_ids).tobytes())
     return digest.digest()

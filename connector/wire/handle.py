@@ -60,4 +60,8 @@ def _text(params: Mapping[str, Any], key: str) -> str:
     value = params.get(key)
     if not isinstance(value, str) or not value or len(value) > MAX_ID:
         raise ProtocolError(f"{key} is missing or not a text of at most {MAX_ID} characters.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"{key} is not valid Unicode.") from error
     return value

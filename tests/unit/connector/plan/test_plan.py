@@ -99,6 +99,7 @@ def geometry(
 ) -> Geometry:
     """Groups of `layers[i]` layers over shared regions, as vLLM lays them: layer j of every group in region j."""
     copies = 2 if split else 1
+    stride //= copies
     size = stride * num_blocks
     regions = tuple(
         Region(base=base + index * size, stride=stride, page_bytes=page // copies, num_blocks=num_blocks)
