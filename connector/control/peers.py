@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from connector.errors import ConfigError, HmaError
 from connector.plan.geometry import Geometry
-from connector.wire.compare import check, geometry_of
+from connector.wire.compare import check
+from connector.wire.described import geometry_of
 from connector.wire.messages import EngineDescription
 
 Endpoint = tuple[str, int]

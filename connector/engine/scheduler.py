@@ -30,14 +30,13 @@ from connector.plan.geometry import Geometry
 from connector.transport.loader import Load, PeerMemory
 from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.codec import Codec, key_from_environment
+from connector.wire.described import described_groups, described_regions
 from connector.wire.handle import Handle
 from connector.wire.messages import (
     PROTOCOL,
     CapacityDescription,
     EngineDescription,
-    GroupDescription,
     RankDescription,
-    RegionDescription,
 )
 from connector.wire.offers import Offer, parent_of
 
@@ -260,25 +259,6 @@ class SchedulerSide:
         geometry, config = rank.geometry, self._config
         hma_on = not config.scheduler_config.disable_hybrid_kv_cache_manager
         tokens = capacity(geometry, config.model_config.max_model_len)
-        regions = tuple(
-            RegionDescription(
-                base=r.base, stride=r.stride, page_bytes=r.page_bytes, num_blocks=r.num_blocks, device=r.device
-            )
-            for r in geometry.regions
-        )
-        groups = tuple(
-            GroupDescription(
-                index=index,
-                kind=group.kind.name,
-                window=group.kind.window,
-                num_layers=len(group.layers),
-                block_size=group.block_size,
-                page_bytes=geometry.regions[group.regions[0]].page_bytes,
-                layers=group.layers,
-                regions=group.regions,
-            )
-            for index, group in enumerate(geometry.groups)
-        )
         return EngineDescription(
             engine_id=self._engine_id,
             epoch=self._epoch,
@@ -286,10 +266,13 @@ class SchedulerSide:
             model=str(config.model_config.model),
             versions={"hma": __version__, "vllm": vllm.__version__, "protocol": str(PROTOCOL)},
             fields=comparable_fields(config, rank.layout, PROTOCOL, vllm.__version__),
-            groups=groups,
+            groups=described_groups(geometry),
             ranks=(
                 RankDescription(
-                    transport=rank.transport, memory=rank.memory, connection=rank.connection, regions=regions
+                    transport=rank.transport,
+                    memory=rank.memory,
+                    connection=rank.connection,
+                    regions=described_regions(geometry),
                 ),
             ),
             num_blocks=geometry.num_blocks,

@@ -9,9 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from connector.errors import ConfigError, IncompatiblePeer
-from connector.plan.geometry import Geometry, Group, Region
-from connector.plan.kinds import kind_from_wire
+from connector.errors import IncompatiblePeer
 from connector.wire.messages import EngineDescription, GroupDescription, RankDescription
 
 Verdict = Literal["refused", "compatible"]
@@ -51,12 +49,13 @@ def compare(ours: EngineDescription, theirs: EngineDescription) -> tuple[Differe
     return tuple(sorted(found, key=lambda difference: difference.verdict != "refused"))
 
 
-def check(ours: EngineDescription, theirs: EngineDescription) -> None:
-    """IncompatiblePeer, with every refused field, when the two do not fit."""
+def check(ours: EngineDescription, theirs: EngineDescription, *, our_name: str = "", their_name: str = "") -> None:
+    """IncompatiblePeer, with every refused field, when the two do not fit. The names are for people."""
     refused = [difference for difference in compare(ours, theirs) if difference.verdict == "refused"]
     if refused:
         raise IncompatiblePeer(
-            f"Engine {theirs.engine_id} does not fit this one: {', '.join(d.field for d in refused)}.",
+            f"{their_name or f'Engine {theirs.engine_id}'} does not fit {our_name or 'this engine'}: "
+            f"{', '.join(d.field for d in refused)}.",
             ours="; ".join(f"{d.field}={d.ours}" for d in refused),
             theirs="; ".join(f"{d.field}={d.theirs}" for d in refused),
             remedy=" ".join(dict.fromkeys(d.remedy for d in refused if d.remedy)),
@@ -68,23 +67,6 @@ def fingerprint(engine: EngineDescription) -> bytes:
     groups = [_comparable(group) for group in engine.groups]
     rank = [(r.transport, r.memory, [region.page_bytes for region in r.regions]) for r in engine.ranks]
     return hashlib.sha256(msgspec.msgpack.encode((sorted(engine.fields.items()), groups, rank))).digest()
-
-
-def geometry_of(engine: EngineDescription, rank: int = 0) -> Geometry:
-    """A peer's described memory as a plan geometry. ConfigError when it is not one."""
-    if rank >= len(engine.ranks):
-        raise ConfigError(f"Engine {engine.engine_id} describes no rank {rank}.")
-    regions = tuple(Region(**msgspec.structs.asdict(region)) for region in engine.ranks[rank].regions)
-    groups = tuple(
-        Group(
-            kind=kind_from_wire(group.kind, group.window),
-            block_size=group.block_size,
-            layers=group.layers,
-            regions=group.regions,
-        )
-        for group in engine.groups
-    )
-    return Geometry(regions, groups)
 
 
 def _fields(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:

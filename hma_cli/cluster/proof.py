@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connector.errors import IncompatiblePeer, PeerUnreachable, ProcessError
+from connector.errors import PeerUnreachable, ProcessError
 from hma_cli.cluster.metrics import Counters, difference, read_metrics
 from hma_cli.cluster.topology import LOOPBACK, Server, Topology
 
@@ -94,20 +94,13 @@ def describe_all(topology: Topology) -> tuple[tuple[str, EngineDescription], ...
 
 def check_engines(engines: tuple[tuple[str, EngineDescription], ...], *, require_hma: bool) -> None:
     """IncompatiblePeer unless every prefill fits every decode; Unproven where HMA is off but required."""
-    from connector.wire.compare import compare
+    from connector.wire.compare import check
 
     prefill = [item for item in engines if item[0].startswith("prefill")]
     decode = [item for item in engines if item[0].startswith("decode")]
     for d_name, d in decode:
         for p_name, p in prefill:
-            refused = [found for found in compare(d, p) if found.verdict == "refused"]
-            if refused:
-                raise IncompatiblePeer(
-                    f"{d_name} and {p_name} do not fit: {', '.join(found.field for found in refused)}.",
-                    ours="; ".join(f"{found.field}={found.ours}" for found in refused),
-                    theirs="; ".join(f"{found.field}={found.theirs}" for found in refused),
-                    remedy=" ".join(dict.fromkeys(found.remedy for found in refused if found.remedy)),
-                )
+            check(d, p, our_name=d_name, their_name=p_name)
     off = [name for name, engine in engines if not engine.hma_enabled]
     if off and require_hma:
         raise Unproven(
