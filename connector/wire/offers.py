@@ -3,7 +3,7 @@
 An offer's life:
 
     state     event     next state
-    offered   claim     claimed      (granted; granted again to the same claim when its reply was lost)
+    offered   claim     claimed      (granted; and again to the same claim, when its reply was lost)
     offered   expire    expired
     claimed   renew     claimed      (lease extended)
     claimed   release   released
@@ -119,12 +119,9 @@ class OfferTable:
             return _refused(Refusal.EPOCH, "This engine has been restarted since the offer was made.")
         if claim.fingerprint != fingerprint:
             return _refused(Refusal.INCOMPATIBLE, "The claimant's geometry is not this engine's.")
-        entry = self._live.get(claim.request_id)
-        if entry is not None and self._may_grant(entry, claim):
-            return self._grant(entry, claim, now)
-        if (sibling := self._sibling(claim, entry)) is not None:
-            return self._grant(sibling, claim, now)
-        return self._refusal(claim, entry)
+        asked = self._live.get(claim.request_id)
+        entry = self._grantable(claim, asked)
+        return self._refusal(claim, asked) if entry is None else self._grant(entry, claim, now)
 
     def renew(self, request_ids: Iterable[str], claimant: str, now: float) -> tuple[str, ...]:
         """Extend this claimant's claims; returns those that are still valid."""
@@ -160,23 +157,20 @@ class OfferTable:
         freed, self._freed = self._freed, []
         return freed
 
-    def _may_grant(self, entry: _Entry, claim: Claim) -> bool:
-        if entry.offer.digest != claim.digest:
-            return False
-        same_claim = (entry.claimant, entry.token) == (claim.claimant, claim.token)
-        return entry.state is State.OFFERED or same_claim
+    def _grantable(self, claim: Claim, asked: _Entry | None) -> _Entry | None:
+        """The offer that this claim may read: the one it holds already (its reply was lost), the one it asked for, or an
+        unclaimed sibling for the same prompt.
 
-    def _sibling(self, claim: Claim, asked: _Entry | None) -> _Entry | None:
-        """Another unclaimed offer for the same prompt out of the same list of prompts.
-
-        A router that sends a list of prompts gets one handle for all of them. The digest says which offer is whose.
+        Siblings are the offers of one list of prompts: a router gets one handle for all of them, and the digest says
+        which offer is whose.
         """
         parent = asked.offer.parent if asked is not None else parent_of(claim.request_id)
-        for entry in self._live.values():
-            offer = entry.offer
-            if offer.parent == parent and offer.digest == claim.digest and entry.state is State.OFFERED:
+        fitting = [e for e in self._live.values() if e.offer.parent == parent and e.offer.digest == claim.digest]
+        for entry in fitting:
+            if (entry.claimant, entry.token) == (claim.claimant, claim.token):
                 return entry
-        return None
+        free = [entry for entry in fitting if entry.state is State.OFFERED]
+        return asked if asked in free else next(iter(free), None)
 
     def _grant(self, entry: _Entry, claim: Claim, now: float) -> Granted:
         self._move(entry, Event.CLAIM)

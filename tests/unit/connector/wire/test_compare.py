@@ -1,0 +1,90 @@
+"""Two engines compared: each difference by name, with both values and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from connector.errors import ConfigError, IncompatiblePeer
+from connector.wire.compare import check, compare, fingerprint
+from connector.wire.described import geometry_of
+from connector.wire.messages import EngineDescription
+from tests.unit.connector.describe import engine_description
+
+
+def changed(path: str, value: Any) -> EngineDescription:
+    """The description with one value replaced; `groups.0.window` names a place."""
+    raw = msgspec.to_builtins(engine_description())
+    *way, last = path.split(".")
+    place = raw
+    for step in way:
+        place = place[int(step)] if step.isdigit() else place[step]
+    place[int(last) if last.isdigit() else last] = value
+    return msgspec.convert(raw, EngineDescription)
+
+
+def test_equal_engines_have_no_difference_and_one_fingerprint() -> None:
+    ours, theirs = engine_description(), engine_description(engine_id="other", epoch="z" * 32)
+    assert compare(ours, theirs) == ()
+    assert fingerprint(ours) == fingerprint(theirs)
+    check(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("fields.model", "another", "model"),
+        ("fields.kv_dtype", "fp8", "kv_dtype"),
+        ("fields.hma", "off", "hma"),
+        ("groups.0.window", 128, "groups[0].window"),
+        ("groups.0.kind", "chunked_local", "groups[0].kind"),
+        ("groups.1.layers", ["x"], "groups[1].layers"),
+        ("groups.1.block_size", 64, "groups[1].block_size"),
+        ("ranks.0.memory", "VRAM", "ranks[0].memory"),
+        ("ranks.0.transport", "loopback", "ranks[0].transport"),
+        ("ranks.0.regions.0.page_bytes", 32, "ranks[0].groups[0].regions.page_bytes"),
+        ("groups.0.regions", [9], "ranks[0].groups[0].regions"),
+        ("groups.0.regions", [0, 1], "ranks[0].groups[0].regions"),
+        ("ranks", [], "ranks"),
+    ],
+)
+def test_each_difference_is_refused_by_name(path: str, value: Any, named: str) -> None:
+    ours, theirs = engine_description(), changed(path, value)
+    refused = [found for found in compare(ours, theirs) if found.verdict == "refused"]
+    assert named in [found.field for found in refused]
+    assert all(found.remedy for found in refused)
+    with pytest.raises(IncompatiblePeer, match="does not fit") as caught:
+        check(ours, theirs)
+    assert caught.value.ours != caught.value.theirs
+    if not path.startswith("groups.0.regions"):  # where regions lie differs from peer to peer
+        assert fingerprint(ours) != fingerprint(theirs)
+
+
+def test_another_block_size_everywhere_is_named_once() -> None:
+    raw = msgspec.to_builtins(engine_description())
+    for group in raw["groups"]:
+        group["block_size"], group["page_bytes"] = 32, group["page_bytes"] * 2
+    for region in raw["ranks"][0]["regions"]:
+        region["page_bytes"], region["stride"] = region["page_bytes"] * 2, region["stride"] * 2
+    found = compare(engine_description(), msgspec.convert(raw, EngineDescription))
+    assert [(one.field, one.ours, one.theirs) for one in found] == [("block_size", "16", "32")]
+    assert "--block-size" in found[0].remedy
+
+
+@pytest.mark.parametrize(("path", "value"), [("num_blocks", 7), ("prefix_caching", True)])
+def test_differences_that_do_not_matter_are_told(path: str, value: Any) -> None:
+    ours, theirs = engine_description(), changed(path, value)
+    assert [found.verdict for found in compare(ours, theirs)] == ["compatible"]
+    check(ours, theirs)
+
+
+def test_a_described_geometry_is_a_plans_geometry() -> None:
+    geometry = geometry_of(engine_description())
+    assert [group.kind.name for group in geometry.groups] == ["sliding_window", "full"]
+    assert geometry.num_blocks == 50
+    with pytest.raises(ConfigError, match="no rank 1"):
+        geometry_of(engine_description(), rank=1)
+    with pytest.raises(ConfigError, match="Unknown group kind"):
+        geometry_of(changed("groups.0.kind", "mla"))
