@@ -188,7 +188,8 @@ class Loader:
                 self._look(running, part)
             if part.failed and not running.reason:
                 self._retry(running, part)
-        return all(part.read is None for part in running.parts)
+        given_up = bool(running.reason)
+        return all(part.read is None and (given_up or part.done is not None) for part in running.parts)
 
     def _look(self, running: _Running, part: _Part) -> None:
         assert part.read is not None

@@ -158,7 +158,7 @@ class OfferTable:
         return freed
 
     def _grantable(self, claim: Claim, asked: _Entry | None) -> _Entry | None:
-        """The offer that this claim may read: the one it holds already (its reply was lost), the one it asked for, or an
+        """The offer that this claim may read: the one it holds (its reply was lost), the one it asked for, or an
         unclaimed sibling for the same prompt.
 
         Siblings are the offers of one list of prompts: a router gets one handle for all of them, and the digest says
