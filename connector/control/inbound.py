@@ -221,7 +221,8 @@ class Inbound:
             claim.refused(Refusal.EPOCH, "the prefill engine has been restarted since it made the offer")
         elif peer.geometry is None:
             claim.refused(Refusal.INCOMPATIBLE, peer.refusal)
-        elif claim.state is State.ASKED:
+        elif claim.state is not State.REFUSED:
+            # Also when the client has left meanwhile: the grant is given back at once, and P need not wait for the lease.
             message = Claim(
                 request_id=handle.request_id,
                 epoch=handle.epoch,

@@ -1,0 +1,227 @@
+"""P and D over the real control channel: who may read what, until when, and what a stranger gets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from connector.control.client import describe
+from connector.control.peers import AllowedPeers
+from connector.errors import ConfigError, PeerUnreachable, ProtocolError, ResourceError
+from connector.wire.claims import Event, State
+from connector.wire.codec import Codec
+from connector.wire.messages import EngineDescription
+from tests.protocol.conftest import DIGEST, HOST, Decode, Prefill, wait_until
+from tests.unit.connector.describe import engine_description
+
+Build = Callable[..., Any]
+
+
+def test_a_claim_is_granted_with_the_blocks_and_released_after_the_load(build: Build) -> None:
+    p, d = build(Prefill), build(Decode)
+    claim = d.claim(p.offer())
+    assert claim.state is State.GRANTED
+    assert [group.ids for group in claim.grant.groups] == [(5, 6, 7), (8, 9, 10)]
+    peer = d.inbound.peer_of(claim)
+    assert peer.geometry.num_blocks == 50
+    d.inbound.move("d", Event.LOAD)
+    assert list(d.inbound.leases()) == ["d"]
+    assert p.outbound.open_offers == 1
+    d.inbound.move("d", Event.FINISH)
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    assert d.inbound.poll("d") is None
+    assert p.outbound.take_counts() == (1, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "digest", "reason"),
+    [
+        ({"remote_request_id": "cmpl-2-0-b"}, DIGEST, "unknown"),
+        ({}, b"x" * 32, "digest"),
+        ({"remote_engine_id": "Q@{epoch}"}, DIGEST, "engine"),
+        ({"remote_engine_id": "P@0123"}, DIGEST, "epoch"),
+        ({"remote_host": "192.0.2.7"}, DIGEST, "not_allowed"),
+        ({"remote_host": "somewhere.example"}, DIGEST, "not_allowed"),
+        ({"remote_port": -1}, DIGEST, "malformed"),
+    ],
+)
+def test_a_claim_is_refused_by_reason(build: Build, change: dict[str, Any], digest: bytes, reason: str) -> None:
+    p, d = build(Prefill), build(Decode)
+    params = p.offer()
+    edited = {k: v.format(epoch=p.engine.epoch) if isinstance(v, str) else v for k, v in change.items()}
+    claim = d.claim({**params, **edited}, digest=digest)
+    assert (claim.state, claim.reason) == (State.REFUSED, reason)
+    again = d.claim(params, request_id="good")  # the offer is still there for its own request
+    assert again.state is State.GRANTED
+
+
+def test_a_silent_port_ends_within_the_claim_timeout(build: Build) -> None:
+    p, d = build(Prefill), build(Decode, claim_timeout=0.2)
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))
+        silent.listen()
+        started = time.monotonic()
+        claim = d.claim({**p.offer(), "remote_port": silent.getsockname()[1]})
+        assert (claim.state, claim.reason) == (State.REFUSED, "timeout")
+        assert time.monotonic() - started < 2.0
+
+
+def test_renewals_keep_a_claim_beyond_its_first_lease(build: Build) -> None:
+    p, d = build(Prefill, lease=0.3), build(Decode)
+    claim = d.claim(p.offer())
+    d.inbound.move("d", Event.LOAD)
+    first = claim.valid_until
+    wait_until(lambda: d.inbound.leases()["d"] > first + 0.3)
+    assert p.outbound.take_freed() == []
+    assert p.outbound.open_offers == 1
+
+
+def test_a_claim_that_p_has_dropped_is_lost_on_d(build: Build) -> None:
+    p, d = build(Prefill, lease=0.3), build(Decode)
+    claim = d.claim(p.offer())
+    d.inbound.move("d", Event.LOAD)
+    p.outbound._table.release(["cmpl-1-0-a"], d.engine.epoch, 0.0)
+    wait_until(lambda: d.inbound.leases()["d"] == 0.0)
+    assert claim.state is State.LOADING  # until the worker has seen its reads end
+
+
+@pytest.mark.parametrize("event", [Event.CANCEL, Event.SKIP])
+def test_a_claim_that_is_not_used_is_given_back(build: Build, event: Event) -> None:
+    p, d = build(Prefill), build(Decode)
+    d.claim(p.offer())
+    d.inbound.move("d", event)
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+
+
+def test_a_grant_that_comes_after_the_client_has_left_is_given_back(build: Build) -> None:
+    p, d = build(Prefill), build(Decode)
+    d.inbound.open("d", p.offer(), DIGEST, 47)
+    d.inbound.move("d", Event.CANCEL)
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    assert d.inbound.waiting() == 0
+
+
+def test_closing_d_gives_back_what_it_holds(build: Build) -> None:
+    p, d = build(Prefill), build(Decode)
+    d.claim(p.offer())
+    d.close()
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+
+
+def test_one_handle_for_a_list_serves_each_prompt_from_its_own_offer(build: Build) -> None:
+    p, d = build(Prefill), build(Decode)
+    digests = [bytes([i]) * 32 for i in range(3)]
+    params = [p.offer(f"cmpl-9-{i}-x{i}", digest) for i, digest in enumerate(digests)]
+    claims = [d.claim(params[0], request_id=f"d{i}", digest=digest) for i, digest in enumerate(digests)]
+    assert [claim.grant.request_id for claim in claims] == [f"cmpl-9-{i}-x{i}" for i in range(3)]
+
+
+def test_a_restarted_p_on_the_same_port_is_noticed_and_described_again(build: Build) -> None:
+    first, d = build(Prefill), build(Decode)
+    old = first.offer()
+    assert d.claim(old, request_id="one").state is State.GRANTED
+    first.close()
+    second = build(Prefill, port=first.server.port)
+    new = second.offer("cmpl-2-0-b")
+    assert d.claim(new, request_id="two").state is State.GRANTED
+    assert d.inbound.take_dropped() == [first.engine.epoch]
+    late = d.claim(old, request_id="three")
+    assert (late.state, late.reason) == (State.REFUSED, "epoch")
+
+
+def test_an_engine_that_does_not_fit_is_refused_before_a_claim_with_field_and_remedy(build: Build) -> None:
+    raw = msgspec.to_builtins(engine_description("P", "p" * 32))
+    raw["fields"]["kv_dtype"] = "fp8"
+    p, d = build(Prefill, engine=msgspec.convert(raw, EngineDescription)), build(Decode)
+    claim = d.claim(p.offer())
+    assert (claim.state, claim.reason) == (State.REFUSED, "incompatible")
+    for part in ("kv_dtype", "fp8", "auto", "--kv-cache-dtype"):
+        assert part in claim.detail
+    assert p.outbound.take_counts()[0] == 0
+
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+
+
+@pytest.mark.parametrize(
+    ("p_key", "d_key", "state"),
+    [
+        (KEY, KEY, "granted"),
+        (KEY, b"", "refused"),
+        (KEY, OTHER, "refused"),
+        (b"", KEY, "refused"),
+    ],
+    ids=["same key", "no key", "wrong key", "key on D only"],
+)
+def test_authentication(build: Build, p_key: bytes, d_key: bytes, state: str) -> None:
+    p, d = build(Prefill, key=p_key), build(Decode, key=d_key, claim_timeout=0.4)
+    claim = d.claim(p.offer())
+    assert claim.state == state
+    if state == "refused":
+        refused = p.outbound.take_counts()[1]
+        assert refused.get("unauthorised", 0) >= 1
+        assert d.inbound.peer_of(claim) is None
+
+
+def test_a_stranger_learns_nothing_but_unauthorised(build: Build) -> None:
+    p = build(Prefill, key=KEY)
+    with pytest.raises(ProtocolError) as caught:
+        describe(HOST, p.server.port, timeout=2.0, codec=Codec())
+    assert p.engine.epoch not in str(caught.value)
+    assert describe(HOST, p.server.port, timeout=2.0, codec=Codec(KEY)) == p.engine
+
+
+def test_describe_says_when_nobody_answers() -> None:
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))
+        silent.listen()
+        with pytest.raises(PeerUnreachable, match="No answer"):
+            describe(HOST, silent.getsockname()[1], timeout=0.1)
+
+
+def test_whatever_is_thrown_at_the_server_it_keeps_answering(build: Build) -> None:
+    p = build(Prefill)
+    junk = [b"", b"\x00" * 10, os.urandom(2000), b"HMA\x01\x00" + os.urandom(100), b"HMA\x09\x00" + bytes(40)]
+    with zmq.Context() as context:
+        sockets = []
+        for index in range(60):
+            peer = context.socket(zmq.DEALER)
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(f"tcp://{HOST}:{p.server.port}")
+            peer.send(junk[index % len(junk)])
+            peer.send_multipart([b"a", b"b", b"c"])
+            sockets.append(peer)
+        sockets[0].send(bytes(9 << 20))  # over the limit of a frame: the connection is cut
+        for _ in range(200):
+            with socket.create_connection((HOST, p.server.port), timeout=2) as raw:
+                raw.sendall(os.urandom(50))
+        assert describe(HOST, p.server.port, timeout=5.0) == p.engine
+        for peer in sockets:
+            peer.close()
+    assert p.outbound.take_counts()[1]["malformed"] >= 60
+
+
+def test_a_taken_port_is_told_with_the_setting(build: Build) -> None:
+    p = build(Prefill)
+    with pytest.raises(ResourceError, match=str(p.server.port)) as caught:
+        Prefill(port=p.server.port)
+    assert "control_port" in caught.value.remedy
+
+
+def test_allowed_peers() -> None:
+    assert AllowedPeers().resolve("localhost") == "127.0.0.1"
+    assert AllowedPeers().resolve("127.9.9.9") == "127.9.9.9"
+    assert AllowedPeers().resolve("::1") == "::1"
+    assert AllowedPeers().resolve("10.0.0.1") is None
+    assert AllowedPeers().resolve("\x00") is None
+    assert AllowedPeers(["10.0.0.0/8", "prefill.local"]).resolve("10.1.2.3") == "10.1.2.3"
+    assert AllowedPeers(["prefill.local"]).resolve("prefill.local") == "prefill.local"
+    with pytest.raises(ConfigError):
+        AllowedPeers(["10.0.0.0/99"])
