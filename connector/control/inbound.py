@@ -222,7 +222,7 @@ class Inbound:
         elif peer.geometry is None:
             claim.refused(Refusal.INCOMPATIBLE, peer.refusal)
         elif claim.state is not State.REFUSED:
-            # Also when the client has left meanwhile: the grant is given back at once, and P need not wait for the lease.
+            # Also when the client has left meanwhile: the grant is then given back at once, not after a lease.
             message = Claim(
                 request_id=handle.request_id,
                 epoch=handle.epoch,

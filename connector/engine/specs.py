@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -150,12 +150,12 @@ def _regions(tensor: torch.Tensor, num_blocks: int, layer: str) -> tuple[Region,
 
 def _check_overlap(regions: Sequence[Region]) -> None:
     """Distinct regions may interleave (one stride, pages apart) but no two pages may share a byte."""
-    ordered = sorted(regions, key=lambda region: region.base)
-    for first, second in pairwise(ordered):
-        apart = first.base + first.extent <= second.base
-        interleaved = first.stride == second.stride and first.base + first.page_bytes <= second.base
-        if first.device == second.device and not apart and not interleaved:
-            raise ConfigError(f"Two KV caches overlap in memory: {first} and {second}.")
+    for one, other in combinations(regions, 2):
+        apart = one.base + one.extent <= other.base or other.base + other.extent <= one.base
+        shift = (other.base - one.base) % one.stride
+        interleaved = one.stride == other.stride and one.page_bytes <= shift <= one.stride - other.page_bytes
+        if one.device == other.device and not apart and not interleaved:
+            raise ConfigError(f"Two KV caches overlap in memory: {one} and {other}.")
 
 
 def _config_hash(hf_config: object) -> str:

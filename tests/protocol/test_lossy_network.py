@@ -1,0 +1,137 @@
+"""Inbound and Outbound joined by a network that loses, delays and repeats messages.
+
+Nothing is granted twice, nothing is held for longer than a lease, every claim ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from connector.control.inbound import Inbound
+from connector.control.outbound import Outbound
+from connector.control.peers import AllowedPeers, Endpoint
+from connector.errors import HmaError, PeerUnreachable
+from connector.plan.build import Blocks
+from connector.wire.claims import Event, State
+from connector.wire.codec import Codec
+from connector.wire.handle import Handle
+from connector.wire.messages import Granted, Reply, Request
+from connector.wire.offers import Offer, parent_of
+from tests.unit.connector.describe import engine_description
+
+LEASE, TIMEOUT, TOKENS = 10.0, 3.0, 47
+DIGEST = b"d" * 32
+
+
+@dataclass
+class InFlight:
+    due: float
+    deliver: Callable[[], None]
+
+
+class FakeNetwork:
+    """Both directions of one channel, in simulated time. fates: what happens to the n-th message, then all is well."""
+
+    def __init__(self, outbound: Outbound, fates: list[tuple[str, float]]) -> None:
+        self.outbound, self.fates = outbound, fates
+        self.now = 0.0
+        self.queue: list[InFlight] = []
+        self.grants: dict[str, set[str]] = {}
+        self.answered: set[int] = set()
+        self.asked = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def ask(
+        self,
+        endpoint: Endpoint,
+        message: Request,
+        *,
+        timeout: float,
+        on_reply: Callable[[Reply | HmaError, float], None],
+    ) -> None:
+        number, sent = self.asked, self.now
+        self.asked += 1
+        frame, _ = Codec().request(message)  # as on a wire: nothing but bytes is shared
+        decoded, nonce = Codec().read_request(frame)
+
+        def answer(reply: Reply | HmaError) -> None:
+            if number not in self.answered:
+                self.answered.add(number)
+                on_reply(reply, sent)
+
+        def serve() -> None:
+            reply = self.outbound.handle(decoded)
+            if isinstance(reply, Granted):
+                self.grants.setdefault(reply.request_id, set()).add(getattr(decoded, "token", ""))
+            back, _ = Codec().read_reply(Codec().reply(reply, nonce))
+            self.send(lambda: answer(back))
+
+        self.send(serve)
+        silent = PeerUnreachable(f"No answer from {endpoint}.")
+        self.queue.append(InFlight(sent + timeout, lambda: answer(silent)))
+
+    def drop(self, endpoint: Endpoint) -> None:
+        """A new connection is made by the next question."""
+
+    def send(self, deliver: Callable[[], None]) -> None:
+        fate, delay = self.fates.pop(0) if self.fates else ("arrives", 0.001)
+        copies = {"lost": 0, "arrives": 1, "twice": 2}[fate]
+        self.queue += [InFlight(self.now + delay * (copy + 1), deliver) for copy in range(copies)]
+
+    def run_until(self, moment: float, tick: Callable[[float], object]) -> None:
+        while self.now < moment:
+            due = min((item.due for item in self.queue), default=moment)
+            self.now = min(max(self.now, due), moment, self.now + 0.25)
+            ready = [item for item in self.queue if item.due <= self.now]
+            self.queue = [item for item in self.queue if item.due > self.now]
+            for item in ready:
+                item.deliver()
+            tick(self.now)
+
+
+fates = st.lists(st.tuples(st.sampled_from(["arrives", "lost", "twice"]), st.floats(0.001, 6.0)), max_size=14)
+uses = st.lists(st.sampled_from([Event.FINISH, Event.CANCEL, Event.SKIP]), min_size=1, max_size=4)
+
+
+@given(fates, uses, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_no_double_grant_no_leak_no_hang(fates: list[tuple[str, float]], uses: list[Event], one_handle: bool) -> None:
+    p_engine, d_engine = engine_description("P", "p" * 32), engine_description("D", "d" * 32)
+    network: FakeNetwork
+    outbound = Outbound(p_engine, lease=LEASE, clock=lambda: network.now)
+    network = FakeNetwork(outbound, fates)
+    inbound = Inbound(d_engine, claim_timeout=TIMEOUT, allowed=AllowedPeers(), clock=network.clock)
+    inbound.attach(network)
+    offers = []
+    for index in range(len(uses)):
+        name = f"cmpl-{index}-0-x"
+        blocks = (Blocks(0, (5, 6, 7)), Blocks(0, (8, 9, 10)))
+        outbound.offer(Offer(request_id=name, parent=parent_of(name), digest=DIGEST, num_tokens=TOKENS, blocks=blocks))
+        offers.append(name)
+        handle = Handle(
+            engine_id="P", epoch="p" * 32, request_id=offers[0] if one_handle else name, host="127.0.0.1", port=1
+        )
+        inbound.open(f"d{index}", handle.to_params(num_tokens=TOKENS + 1, tp_size=1), DIGEST, TOKENS)
+
+    network.run_until(TIMEOUT + 0.5, inbound.tick)
+    for index, use in enumerate(uses):
+        claim = inbound.poll(f"d{index}")
+        assert claim is None or claim.state in (State.GRANTED, State.REFUSED)  # no claim waits past its deadline
+        if claim is not None and claim.state is State.REFUSED:
+            inbound.move(f"d{index}", Event.GIVE_UP)
+        elif claim is not None:
+            if use is Event.FINISH:
+                inbound.move(f"d{index}", Event.LOAD)
+            inbound.move(f"d{index}", use)
+    assert inbound.waiting() == 0
+    freed = outbound.take_freed()
+    network.run_until(network.now + LEASE + TIMEOUT + 15.0, inbound.tick)
+    freed += outbound.take_freed()
+    assert sorted(freed) == sorted(offers)  # each exactly once, within a lease of the last renewal
+    assert all(len(tokens) == 1 for tokens in network.grants.values())

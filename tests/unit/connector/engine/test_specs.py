@@ -1,0 +1,102 @@
+"""vLLM's own specs and tensors in the words of the plan; what is not understood is refused, naming the layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from connector.engine.specs import check_groups, geometry_from, kind_of, layout_of, memory_of
+from connector.errors import ConfigError
+from connector.plan.kinds import Full, SlidingWindow
+
+COMMON: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(**COMMON)
+WINDOW = SlidingWindowSpec(**COMMON, sliding_window=40)
+BLOCKS, SHAPE = 10, (10, 2, 16, 16)
+
+
+def cache(*groups: tuple[Any, list[str]]) -> Any:
+    return SimpleNamespace(
+        num_blocks=BLOCKS,
+        kv_cache_layout="LBHNC",
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=layers, kv_cache_spec=spec) for spec, layers in groups],
+    )
+
+
+def test_kinds() -> None:
+    assert kind_of(FULL, "a") == Full()
+    assert kind_of(WINDOW, "a") == SlidingWindow(40)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ChunkedLocalAttentionSpec(**COMMON, attention_chunk_size=128),
+        MLAAttentionSpec(**COMMON),
+        MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_another_kind_is_refused_at_start_naming_the_layer(spec: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model\.layers\.3") as caught:
+        check_groups(cache((FULL, ["a"]), (spec, ["model.layers.3"])))
+    assert type(spec).__name__ in caught.value.message
+
+
+def test_layers_of_several_groups_share_a_region_and_a_short_group_has_no_last_one() -> None:
+    first, second = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    tensors = {"f0": first, "f1": second, "s0": first, "s1": second, "t0": first}
+    geometry = geometry_from(cache((FULL, ["f0", "f1"]), (WINDOW, ["s0", "s1"]), (WINDOW, ["t0"])), tensors)
+    assert [group.regions for group in geometry.groups] == [(0, 1), (0, 1), (0,)]
+    assert [region.base for region in geometry.regions] == [first.data_ptr(), second.data_ptr()]
+    assert geometry.regions[0].page_bytes == geometry.regions[0].stride == 2 * 16 * 16 * 4
+    assert memory_of(tensors) == "DRAM"
+
+
+def test_a_layer_that_reuses_an_earlier_cache_moves_once() -> None:
+    tensor = torch.zeros(SHAPE)
+    geometry = geometry_from(cache((FULL, ["own", "shared"])), {"own": tensor, "shared": tensor})
+    assert geometry.groups[0].regions == (0,)
+
+
+def test_k_and_v_in_two_halves_are_two_regions() -> None:
+    tensor = torch.zeros(2, BLOCKS, 16, 2, 8)
+    geometry = geometry_from(cache((FULL, ["a"])), {"a": tensor})
+    assert geometry.groups[0].regions == (0, 1)
+    assert geometry.regions[1].base - geometry.regions[0].base == tensor.stride(0) * 4
+
+
+def test_the_layout_tells_orders_inside_a_page_apart() -> None:
+    heads_first = {"a": torch.zeros(SHAPE)}
+    tokens_first = {"a": torch.zeros(10, 16, 2, 16).permute(0, 2, 1, 3)}
+    assert tuple(heads_first["a"].shape) == tuple(tokens_first["a"].shape)
+    config = cache((FULL, ["a"]))
+    assert layout_of(config, heads_first) != layout_of(config, tokens_first)
+
+
+def test_what_is_not_understood_is_refused_naming_the_layer() -> None:
+    with pytest.raises(ConfigError, match="no KV cache for layer a"):
+        geometry_from(cache((FULL, ["a"])), {})
+    with pytest.raises(ConfigError, match="Layer a: Cannot tell the block dimension"):
+        geometry_from(cache((FULL, ["a"])), {"a": torch.zeros(7, 2, 16, 16)})
+    storage = torch.zeros(12 * 2 * 16 * 16)
+    shifted = {"a": storage[:5120].view(SHAPE), "b": storage[512:5632].view(SHAPE)}
+    with pytest.raises(ConfigError, match="overlap"):
+        geometry_from(cache((FULL, ["a"]), (WINDOW, ["b"])), shifted)
+
+
+def test_pages_that_interleave_do_not_overlap() -> None:
+    both = torch.zeros(BLOCKS, 2, 2, 16, 16)  # block-outermost: two layers in each block
+    geometry = geometry_from(cache((FULL, ["a", "b"])), {"a": both[:, 0], "b": both[:, 1]})
+    assert [region.is_dense for region in geometry.regions] == [False, False]
