@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -58,8 +59,8 @@ def test_live_blocks_of_a_table_with_dead_positions() -> None:
 
 @given(kinds, st.integers(1, 32), st.integers(1, 300), st.integers(0, 12), st.randoms())
 def test_pairs_join_equal_positions_and_leave_out_what_is_cached(
-    kind: Kind, block_size: int, num_tokens: int, cached_blocks: int, rng
-) -> None:  # type: ignore[no-untyped-def]
+    kind: Kind, block_size: int, num_tokens: int, cached_blocks: int, rng: Random
+) -> None:
     cached = min(cached_blocks, num_tokens // block_size)
     live = blocks_covering(kind.live_range(num_tokens), block_size)
     ids = list(range(1, 1000))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from connector.plan.build import Blocks
 from connector.wire import offers
-from connector.wire.messages import Granted, OfferedBlocks, Refused
+from connector.wire.messages import Claim, Granted, OfferedBlocks, Refused
 from connector.wire.offers import TRANSITIONS, Event, Offer, OfferTable, Refusal, State, parent_of
 from tests.unit.connector.wire.samples import DIGEST, EPOCH, FINGERPRINT, claim
 
@@ -108,11 +108,11 @@ def test_the_same_claim_is_granted_again_and_its_lease_begins_anew() -> None:
     assert offered.expire(18.0) == 1
 
 
-@pytest.mark.parametrize("other", [{"token": "t2"}, {"claimant": "decode-2"}])
-def test_another_claim_of_a_claimed_offer_finds_it_consumed(other: dict[str, str]) -> None:
+@pytest.mark.parametrize("other", [claim(token="t2"), claim(claimant="decode-2")])
+def test_another_claim_of_a_claimed_offer_finds_it_consumed(other: Claim) -> None:
     offered = table()
     granted_id(offered.claim(claim(), 1.0, FINGERPRINT))
-    assert reason(offered.claim(claim(**other), 2.0, FINGERPRINT)) == Refusal.CONSUMED
+    assert reason(offered.claim(other, 2.0, FINGERPRINT)) == Refusal.CONSUMED
 
 
 def test_a_claim_after_the_release_finds_it_consumed() -> None:
@@ -141,7 +141,7 @@ def test_an_offer_waits_as_long_as_its_lease(now: float, granted: bool) -> None:
         (claim("cmpl-nobody", fingerprint=bytes(32), digest=OTHER_DIGEST), Refusal.INCOMPATIBLE),
     ],
 )
-def test_a_refusal_gives_its_reason_and_takes_nothing(asked: offers.Claim, expected: Refusal) -> None:
+def test_a_refusal_gives_its_reason_and_takes_nothing(asked: Claim, expected: Refusal) -> None:
     offered = table()
     assert reason(offered.claim(asked, 1.0, FINGERPRINT)) == expected
     assert granted_id(offered.claim(claim(), 2.0, FINGERPRINT)) == "cmpl-a-0-x"
@@ -201,15 +201,13 @@ def test_an_offer_of_another_list_is_no_sibling() -> None:
     [
         ("cmpl-1234-0-abcd", "cmpl-1234"),
         ("cmpl-12-34-17-abcd", "cmpl-12-34"),
-        ("chatcmpl-1234-abcd", "chatcmpl-1234-abcd"),
+        ("chatcmpl-1234-abcd", "chatcmpl"),  # all digits read as an index: only the digest decides then
         ("plain", "plain"),
         ("a-b", "a-b"),
         ("", ""),
     ],
 )
 def test_the_parent_of_a_request_id(request_id: str, parent: str) -> None:
-    if request_id == "chatcmpl-1234-abcd":
-        parent = "chatcmpl"  # "1234" is all digits: it reads as an index, and only the digest decides then
     assert parent_of(request_id) == parent
 
 
