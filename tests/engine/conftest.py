@@ -1,4 +1,7 @@
-"""Real engines for the tests of this folder, started once: two prefill engines, three decode engines, one reference."""
+"""Real engines for the tests of this folder: two prefill engines, three decode engines, one reference.
+
+They are started once, and end with the folder: the end-to-end tests need the memory.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class House:
         return self.engines[name]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     model = tiny_gemma3()
     chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_chunked_prefill": True}
@@ -77,7 +80,7 @@ class Reference:
         return [self._answers[tuple(p)] for p in prompts]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(house: House) -> Reference:
     return Reference(house["reference"])
 
