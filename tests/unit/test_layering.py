@@ -70,6 +70,11 @@ def test_pure_packages_import_nothing_heavy(path: Path) -> None:
     assert heavy == set()
 
 
+@pytest.mark.parametrize("path", [*files("connector/plan"), *files("connector/wire")], ids=str)
+def test_plan_and_wire_do_not_import_it_inside_a_function_either(path: Path) -> None:
+    assert not {module for module in every_import(path) if module.split(".")[0] in (*HEAVY, "transformers")}
+
+
 @pytest.mark.parametrize("path", files("connector"), ids=str)
 def test_only_the_engine_package_imports_vllm_and_never_its_nixl_connector(path: Path) -> None:
     vllm = {module for module in every_import(path) if module.split(".")[0] == "vllm"}
