@@ -80,7 +80,7 @@ def scores_of(logged: list[dict[str, Any]]) -> dict[int, tuple[Score, ...]]:
         score = Score(
             filter=entry["filter"],
             extracted=str(entry["filtered_resps"][0]),
-            correct=entry["exact_match"] == 1,
+            correct=bool(entry["exact_match"] == 1),  # lm-eval gives NumPy values
         )
         found.setdefault(int(entry["doc_id"]), []).append(score)
     return {doc_id: tuple(scores) for doc_id, scores in found.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -100,3 +101,18 @@ def test_evidence_is_read_from_both_sides_counters() -> None:
     found = evidence_of("hma", p, d)
     assert (found.bytes_moved, found.bytes_planned, found.transfers, found.claims_granted) == (10, 12, 1, 1)
     assert (found.fallbacks, found.claims_refused) == ({"digest": 3}, {"digest": 3})
+
+
+def test_scores_are_plain_values_that_json_takes() -> None:
+    import numpy as np
+
+    from hma_cli.evaluation.arm import scores_of
+
+    logged = [
+        {"doc_id": 3, "filter": name, "filtered_resps": ["4"], "exact_match": np.float64(1.0)} for name in ("a", "b")
+    ]
+    scores = scores_of(logged)[3]
+    assert json.loads(json.dumps([asdict(score) for score in scores])) == [
+        {"filter": "a", "extracted": "4", "correct": True},
+        {"filter": "b", "extracted": "4", "correct": True},
+    ]
