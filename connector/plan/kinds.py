@@ -5,7 +5,7 @@ One kind is one small class. Adding a kind touches this file and its test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -17,11 +17,15 @@ class Kind(Protocol):
 
     @property
     def name(self) -> str:
-        """The word of the vocabulary: `full`, `sliding_window`, ..."""
+        """The word of the vocabulary: `full`, `sliding_window`, `chunked_local`, `state`, `mla`."""
 
     @property
     def window(self) -> int | None:
-        """Tokens a query sees including itself, or None where everything is seen."""
+        """Tokens a query sees including itself, or None where no window limits it."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens in a chunk that queries do not see beyond, or None."""
 
     def live_range(self, num_tokens: int) -> range:
         """Token positions that the forward pass of position `num_tokens` reads from the cache.
@@ -29,20 +33,33 @@ class Kind(Protocol):
         `num_tokens` positions, 0 to `num_tokens - 1`, have been computed.
         """
 
+    def live_bytes(self, num_live: int, block_size: int, page_bytes: int) -> int:
+        """Bytes of one layer that carry `num_live` live positions, out of pages of `page_bytes` bytes."""
+
+
+class _PerToken:
+    """Every position has bytes of its own, `page_bytes / block_size` each."""
+
+    __slots__ = ()
+
+    def live_bytes(self, num_live: int, block_size: int, page_bytes: int) -> int:
+        return num_live * page_bytes // block_size
+
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class Full(_PerToken):
     """Attention over everything before: all positions stay live."""
 
     name: ClassVar[str] = "full"
     window: ClassVar[int | None] = None
+    chunk: ClassVar[int | None] = None
 
     def live_range(self, num_tokens: int) -> range:
         return range(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindow:
+class SlidingWindow(_PerToken):
     """Attention over the last `window` positions, the query's own among them.
 
     The query at position n reads n - window + 1 … n. With n tokens computed, position n is the next query, so the
@@ -51,27 +68,95 @@ class SlidingWindow:
 
     window: int
     name: ClassVar[str] = "sliding_window"
+    chunk: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(f"A sliding window must hold at least one token, not {self.window}.")
+        _require_positive("sliding window", self.window)
 
     def live_range(self, num_tokens: int) -> range:
         return range(max(0, num_tokens - self.window + 1), num_tokens)
 
 
-def kind_from_wire(name: str, window: int | None) -> Kind:
+@dataclass(frozen=True, slots=True)
+class ChunkedLocal(_PerToken):
+    """Attention within chunks of `chunk` positions: a query sees its own chunk up to itself.
+
+    Example: chunk 4 and 10 tokens computed; position 10 lies in the chunk 8 … 11 and reads 8, 9. With 12 computed,
+    position 12 opens a chunk and reads nothing.
+    """
+
+    chunk: int
+    name: ClassVar[str] = "chunked_local"
+    window: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        _require_positive("chunk", self.chunk)
+
+    def live_range(self, num_tokens: int) -> range:
+        return range(num_tokens // self.chunk * self.chunk, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A recurrent state (Mamba, gated delta net, short convolution): only the newest one is read.
+
+    It stands for the last computed position, and vLLM keeps it in the block of that position. A state has a size of its
+    own, whatever the number of tokens it stands for.
+    """
+
+    name: ClassVar[str] = "state"
+    window: ClassVar[int | None] = None
+    chunk: ClassVar[int | None] = None
+
+    def live_range(self, num_tokens: int) -> range:
+        return range(max(0, num_tokens - 1), num_tokens)
+
+    def live_bytes(self, num_live: int, block_size: int, page_bytes: int) -> int:  # noqa: ARG002
+        return page_bytes if num_live else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mla(_PerToken):
+    """Latent attention: one latent a token for all heads, the same on every rank.
+
+    window: of layers that see only the last positions (DeepSeek-V4), else None.
+    """
+
+    window: int | None = None
+    name: ClassVar[str] = "mla"
+    chunk: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            _require_positive("sliding window", self.window)
+
+    def live_range(self, num_tokens: int) -> range:
+        start = 0 if self.window is None else max(0, num_tokens - self.window + 1)
+        return range(start, num_tokens)
+
+
+_MAKERS: Mapping[str, Callable[[int | None, int | None], Kind]] = {
+    Full.name: lambda window, chunk: Full(),
+    SlidingWindow.name: lambda window, chunk: SlidingWindow(window or 0),
+    ChunkedLocal.name: lambda window, chunk: ChunkedLocal(chunk or 0),
+    State.name: lambda window, chunk: State(),
+    Mla.name: lambda window, chunk: Mla(window),
+}
+
+
+def kind_from_wire(name: str, window: int | None, chunk: int | None) -> Kind:
     """The kind that a peer's description names; ConfigError when this version has no such kind."""
-    makers: Mapping[str, type] = {Full.name: Full, SlidingWindow.name: SlidingWindow}
-    if name not in makers:
-        raise ConfigError(f"Unknown group kind {name!r}.", remedy=f"This version moves: {', '.join(sorted(makers))}.")
-    return Full() if window is None and name == Full.name else SlidingWindow(_required_window(name, window))
+    if name not in _MAKERS:
+        raise ConfigError(f"Unknown group kind {name!r}.", remedy=f"This version knows: {', '.join(sorted(_MAKERS))}.")
+    kind = _MAKERS[name](window, chunk)
+    if (kind.window, kind.chunk) != (window, chunk):
+        raise ConfigError(f"A group of kind {name!r} cannot have window {window!r} and chunk {chunk!r}.")
+    return kind
 
 
-def _required_window(name: str, window: int | None) -> int:
-    if name != SlidingWindow.name or window is None:
-        raise ConfigError(f"A group of kind {name!r} cannot have window {window!r}.")
-    return window
+def _require_positive(what: str, tokens: int) -> None:
+    if tokens < 1:
+        raise ConfigError(f"A {what} must hold at least one token, not {tokens}.")
 
 
 def blocks_covering(positions: range, block_size: int) -> range:

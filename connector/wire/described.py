@@ -48,7 +48,7 @@ def geometry_of(engine: EngineDescription, rank: int = 0) -> Geometry:
     regions = tuple(Region(**msgspec.structs.asdict(region)) for region in engine.ranks[rank].regions)
     groups = tuple(
         Group(
-            kind=kind_from_wire(group.kind, group.window),
+            kind=kind_from_wire(group.kind, group.window, None),
             block_size=group.block_size,
             layers=group.layers,
             regions=group.regions,

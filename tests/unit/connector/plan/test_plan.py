@@ -41,11 +41,11 @@ def test_the_cover_is_minimal(kind: Kind, num_tokens: int, block_size: int) -> N
 
 
 def test_kinds_from_the_wire_are_the_known_ones_only() -> None:
-    assert kind_from_wire("full", None) == Full()
-    assert kind_from_wire("sliding_window", 7) == SlidingWindow(7)
+    assert kind_from_wire("full", None, None) == Full()
+    assert kind_from_wire("sliding_window", 7, None) == SlidingWindow(7)
     for name, window in (("mla", None), ("full", 3), ("sliding_window", None)):
         with pytest.raises(ConfigError):
-            kind_from_wire(name, window)
+            kind_from_wire(name, window, None)
     with pytest.raises(ConfigError):
         SlidingWindow(0)
 
@@ -208,7 +208,7 @@ def test_golden_plans(path: Path) -> None:
         both = geometry(sizes, base=0, num_blocks=2000, split=layout == "split")
         pairs, block = [], 1
         for group in golden["groups"]:
-            kind = kind_from_wire(group["kind"], group["window"])
+            kind = kind_from_wire(group["kind"], group["window"], None)
             live = blocks_covering(kind.live_range(golden["num_tokens"]), golden["block_size"])
             ids = np.arange(block, block + len(live))
             block += len(live)
