@@ -5,7 +5,6 @@ One kind is one small class. Adding a kind touches this file and its test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -135,23 +134,25 @@ class Mla(_PerToken):
         return range(start, num_tokens)
 
 
-_MAKERS: Mapping[str, Callable[[int | None, int | None], Kind]] = {
-    Full.name: lambda window, chunk: Full(),
-    SlidingWindow.name: lambda window, chunk: SlidingWindow(window or 0),
-    ChunkedLocal.name: lambda window, chunk: ChunkedLocal(chunk or 0),
-    State.name: lambda window, chunk: State(),
-    Mla.name: lambda window, chunk: Mla(window),
-}
+NAMES = tuple(kind.name for kind in (Full, SlidingWindow, ChunkedLocal, State, Mla))
 
 
 def kind_from_wire(name: str, window: int | None, chunk: int | None) -> Kind:
     """The kind that a peer's description names; ConfigError when this version has no such kind."""
-    if name not in _MAKERS:
-        raise ConfigError(f"Unknown group kind {name!r}.", remedy=f"This version knows: {', '.join(sorted(_MAKERS))}.")
-    kind = _MAKERS[name](window, chunk)
-    if (kind.window, kind.chunk) != (window, chunk):
-        raise ConfigError(f"A group of kind {name!r} cannot have window {window!r} and chunk {chunk!r}.")
-    return kind
+    match name, window, chunk:
+        case Full.name, None, None:
+            return Full()
+        case SlidingWindow.name, int(), None:
+            return SlidingWindow(window)
+        case ChunkedLocal.name, None, int():
+            return ChunkedLocal(chunk)
+        case State.name, None, None:
+            return State()
+        case Mla.name, _, None:
+            return Mla(window)
+    if name not in NAMES:
+        raise ConfigError(f"Unknown group kind {name!r}.", remedy=f"This version knows: {', '.join(NAMES)}.")
+    raise ConfigError(f"A group of kind {name!r} cannot have window {window!r} and chunk {chunk!r}.")
 
 
 def _require_positive(what: str, tokens: int) -> None:

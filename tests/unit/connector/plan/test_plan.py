@@ -43,7 +43,7 @@ def test_the_cover_is_minimal(kind: Kind, num_tokens: int, block_size: int) -> N
 def test_kinds_from_the_wire_are_the_known_ones_only() -> None:
     assert kind_from_wire("full", None, None) == Full()
     assert kind_from_wire("sliding_window", 7, None) == SlidingWindow(7)
-    for name, window in (("mla", None), ("full", 3), ("sliding_window", None)):
+    for name, window in (("sink", None), ("full", 3), ("sliding_window", None)):
         with pytest.raises(ConfigError):
             kind_from_wire(name, window, None)
     with pytest.raises(ConfigError):
