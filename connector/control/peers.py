@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from connector.errors import ConfigError, HmaError
 from connector.plan.geometry import Geometry
+from connector.plan.join import join
 from connector.wire.compare import check
 from connector.wire.described import geometry_of
 from connector.wire.messages import EngineDescription
@@ -39,7 +40,9 @@ class Peer:
         """Validate a description as a whole. Nothing has been registered when this refuses."""
         try:
             check(ours, theirs)
-            return cls(endpoint, theirs, geometry_of(theirs))
+            geometry = geometry_of(theirs)
+            join(geometry_of(ours), [geometry])  # what cannot be joined is refused here, not in a load
+            return cls(endpoint, theirs, geometry)
         except HmaError as error:
             return cls(endpoint, theirs, None, str(error))
 

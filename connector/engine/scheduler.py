@@ -30,7 +30,7 @@ from connector.plan.geometry import Geometry
 from connector.transport.loader import Load, PeerMemory
 from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.codec import Codec, key_from_environment
-from connector.wire.described import described_groups, described_regions
+from connector.wire.described import described_groups, described_regions, described_shares
 from connector.wire.handle import Handle
 from connector.wire.messages import (
     PROTOCOL,
@@ -164,7 +164,7 @@ class SchedulerSide:
             self._refuse(claim, claim.reason or "lapsed")
             return
         try:
-            load = self._plan(claim, blocks, claim.num_tokens - external)
+            load = self._plan(claim, peer.geometry, blocks, claim.num_tokens - external)
         except ConfigError as error:
             logger.error("Request %s cannot be loaded: %s", request.request_id, error)
             self._refuse(claim, "plan")
@@ -273,6 +273,7 @@ class SchedulerSide:
                     memory=rank.memory,
                     connection=rank.connection,
                     regions=described_regions(geometry),
+                    shares=described_shares(geometry),
                 ),
             ),
             num_blocks=geometry.num_blocks,
@@ -293,7 +294,7 @@ class SchedulerSide:
             found.append(blocks)
         return tuple(found)
 
-    def _plan(self, claim: InboundClaim, blocks: KVCacheBlocks, cached: int) -> Load:
+    def _plan(self, claim: InboundClaim, peer: Geometry, blocks: KVCacheBlocks, cached: int) -> Load:
         assert self._geometry is not None and claim.grant is not None
         pairs = tuple(
             pair_blocks(
@@ -301,11 +302,12 @@ class SchedulerSide:
                 block_size=group.block_size,
                 num_tokens=claim.num_tokens,
                 cached_tokens=cached,
+                remote_block_size=theirs.block_size,
                 offered=Blocks(offered.first, offered.ids),
                 table=table,
             )
-            for group, offered, table in zip(
-                self._geometry.groups, claim.grant.groups, blocks.get_block_ids(), strict=True
+            for group, theirs, offered, table in zip(
+                self._geometry.groups, peer.groups, claim.grant.groups, blocks.get_block_ids(), strict=True
             )
         )
         return Load(request_id=claim.request_id, epoch=claim.handle.epoch, pairs=pairs, valid_until=claim.valid_until)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Geometry, Group, Region, regions_of_tensor
+from connector.plan.geometry import Geometry, Group, Page, Region, Share, regions_of_tensor
 from connector.plan.kinds import Full, Kind, SlidingWindow
 
 if TYPE_CHECKING:
@@ -55,19 +55,27 @@ def geometry_from(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> 
     for group in cache.kv_cache_groups:
         kind = _group_kind(group)
         spec = group.kv_cache_spec
-        indices: list[int] = []
+        assert isinstance(spec, AttentionSpec), "check_groups has refused all other kinds"
+        pages: list[Page] = []
         for layer in group.layer_names:
             if layer not in tensors:
                 raise ConfigError(f"vLLM registered no KV cache for layer {layer}.")
             for region in _regions(tensors[layer], cache.num_blocks, layer):
-                key = (region.base, region.page_bytes)
+                key = (region.base, region.block_bytes)
                 if key not in regions:
                     regions[key] = len(known)
                     known.append(region)
-                if regions[key] not in indices:
-                    indices.append(regions[key])
+                page = Page(regions[key], 0, region.block_bytes)
+                if page not in pages:
+                    pages.append(page)
         groups.append(
-            Group(kind=kind, block_size=spec.block_size, layers=tuple(group.layer_names), regions=tuple(indices))
+            Group(
+                kind=kind,
+                block_size=spec.block_size,
+                layers=tuple(group.layer_names),
+                pages=tuple(pages),
+                share=Share(0, spec.num_kv_heads, spec.num_kv_heads),  # all heads: one rank
+            )
         )
     _check_overlap(known)
     return Geometry(tuple(known), tuple(groups))
@@ -153,7 +161,7 @@ def _check_overlap(regions: Sequence[Region]) -> None:
     for one, other in combinations(regions, 2):
         apart = one.base + one.extent <= other.base or other.base + other.extent <= one.base
         shift = (other.base - one.base) % one.stride
-        interleaved = one.stride == other.stride and one.page_bytes <= shift <= one.stride - other.page_bytes
+        interleaved = one.stride == other.stride and one.block_bytes <= shift <= one.stride - other.block_bytes
         if one.device == other.device and not apart and not interleaved:
             raise ConfigError(f"Two KV caches overlap in memory: {one} and {other}.")
 

@@ -1,19 +1,20 @@
 """The plan of one request: which pages move, in which order, in how many runs.
 
 Two steps. `pair_blocks` decides *what* moves, in block ids and by sequence position; it knows nothing of memory.
-`descriptors` turns the pairs into page indices of both sides, ordered so that as many as can merge do.
+`descriptors` turns the pairs into rows of a `Join`, ordered so that as many as can merge do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Geometry, Indices
+from connector.plan.geometry import Indices
+from connector.plan.join import Bundle, Join, Lane, block_unit
 from connector.plan.kinds import Kind, blocks_covering
 
 NULL_BLOCK = 0  # vLLM marks a position that holds nothing with block 0, on both sides
@@ -45,10 +46,15 @@ def live_blocks(kind: Kind, block_size: int, table: Sequence[int], num_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """For one group, the blocks that move: `remote[i]` on P is read into `local[i]` on D. int64, same length."""
+    """For one group, the blocks that move: `remote[i]` on P is read into `local[i]` on D. int64, same length.
+
+    first: position of the first pair, in units of the smaller of the two block sizes. Where they differ, the larger
+    block appears in several pairs, once for each part of it that moves.
+    """
 
     remote: Indices
     local: Indices
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.remote)
@@ -58,6 +64,7 @@ def pair_blocks(
     *,
     kind: Kind,
     block_size: int,
+    remote_block_size: int,
     num_tokens: int,
     cached_tokens: int,
     offered: Blocks,
@@ -65,34 +72,48 @@ def pair_blocks(
 ) -> Pairs:
     """Pair P's and D's blocks of one group by sequence position.
 
-    num_tokens: tokens handed over (the prompt without its last one). cached_tokens: tokens at the front that D has in
-    its prefix cache, a whole number of blocks. offered: P's blocks. table: D's block table.
+    block_size, remote_block_size: tokens in a block of D and of P; one divides the other. num_tokens: tokens handed
+    over (the prompt without its last one). cached_tokens: tokens at the front that D has in its prefix cache, a whole
+    number of its blocks. offered: P's blocks. table: D's block table.
     Moves the positions that are live on D and not cached there. ConfigError when one of them is not in the offer or is
     null on D: pairing must be complete, a hole would be garbage.
     """
     if cached_tokens % block_size:
         raise ConfigError(f"{cached_tokens} cached tokens are not a whole number of blocks of {block_size}.")
-    live = blocks_covering(kind.live_range(num_tokens), block_size)
-    moving = range(max(live.start, cached_tokens // block_size), live.stop)
+    unit = block_unit(block_size, remote_block_size)
+    live = blocks_covering(kind.live_range(num_tokens), unit)
+    moving = range(max(live.start, cached_tokens // unit), live.stop)
     if not moving:
         return Pairs(np.empty(0, np.int64), np.empty(0, np.int64))
-    if moving.start < offered.first or moving.stop > offered.positions.stop:
-        raise ConfigError(f"The offer holds block positions {offered.positions}, needed are {moving}.")
-    if moving.stop > len(table):
-        raise ConfigError(f"The block table has {len(table)} positions, needed are {moving}.")
-    remote = np.asarray(offered.ids[moving.start - offered.first : moving.stop - offered.first], np.int64)
-    local = np.asarray(table[moving.start : moving.stop], np.int64)
+    ours = _positions(moving, block_size // unit)
+    theirs = _positions(moving, remote_block_size // unit)
+    if theirs.start < offered.first or theirs.stop > offered.positions.stop:
+        raise ConfigError(f"The offer holds block positions {offered.positions}, needed are {theirs}.")
+    if ours.stop > len(table):
+        raise ConfigError(f"The block table has {len(table)} positions, needed are {ours}.")
+    remote = np.asarray(offered.ids[theirs.start - offered.first : theirs.stop - offered.first], np.int64)
+    local = np.asarray(table[ours.start : ours.stop], np.int64)
     if (remote == NULL_BLOCK).any() or (local == NULL_BLOCK).any():
-        raise ConfigError(f"A null block lies in the live positions {moving}.")
-    return Pairs(remote, local)
+        raise ConfigError(f"A null block lies in the live positions {ours}.")
+    units = np.arange(moving.start, moving.stop)
+    return Pairs(
+        remote[units // (remote_block_size // unit) - theirs.start],
+        local[units // (block_size // unit) - ours.start],
+        moving.start,
+    )
+
+
+def _positions(units: range, per_block: int) -> range:
+    """Positions of the blocks, of `per_block` units each, that hold these units."""
+    return range(units.start // per_block, -(-units.stop // per_block))
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """Page indices of both sides, row by row, ordered so that neighbours merge.
+    """Rows of both sides, ordered so that neighbours merge.
 
-    local, remote: int32 page indices (region by region, as `Geometry.offsets` numbers them). starts: bool, true where a
-    row does not merge with the one before it. num_bytes: total.
+    local, remote: int32 rows as `Join` numbers them. starts: bool, true where a row does not merge with the one before
+    it. num_bytes: total.
     """
 
     local: Indices
@@ -116,27 +137,23 @@ class Descriptors:
         return list(zip(np.split(self.local, cuts), np.split(self.remote, cuts), strict=True))
 
 
-def descriptors(pairs: Sequence[Pairs], local: Geometry, remote: Geometry) -> Descriptors:
-    """Expand the pairs of all groups into page indices.
+def descriptors(pairs: Sequence[Pairs], join: Join) -> Descriptors:
+    """Expand the pairs of all groups into rows of a join.
 
-    Within a region the pairs of *all* groups that share it are sorted by P's block id. Merging needs a successor on
-    both sides, and sorting puts every such successor next to its predecessor, so no order has fewer runs.
+    Within a bundle the rows of *all* its groups are sorted by P's address. Merging needs a successor on both sides, and
+    sorting puts every such successor next to its predecessor, so no order has fewer runs.
     """
     rows_local, rows_remote, rows_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
     num_bytes = 0
-    orders: dict[tuple[int, ...], tuple[Indices, Indices]] = {}
-    for ours_index, theirs_index, members in _shared_regions(local, remote):
-        if members not in orders:
-            orders[members] = _ordered([pairs[index] for index in members])
-        local_ids, remote_ids = orders[members]
-        ours, theirs = local.regions[ours_index], remote.regions[theirs_index]
-        rows_local.append(local_ids + local.offsets[ours_index])
-        rows_remote.append(remote_ids + remote.offsets[theirs_index])
-        if ours.is_dense and theirs.is_dense:
-            rows_starts.append(run_starts(local_ids, remote_ids))
-        else:
-            rows_starts.append(np.ones(len(local_ids), np.bool_))
-        num_bytes += len(local_ids) * ours.page_bytes
+    known: dict[tuple[object, ...], _Rows] = {}
+    for bundle in join.bundles:
+        if bundle.shape not in known:
+            known[bundle.shape] = _rows(pairs, join, bundle)
+        rows = known[bundle.shape]
+        rows_local.append(rows.local + bundle.strips.start * join.local.num_blocks)
+        rows_remote.append(rows.remote + bundle.strips.start * join.remote.num_blocks)
+        rows_starts.append(rows.starts)
+        num_bytes += rows.num_bytes
     return Descriptors(
         np.concatenate(rows_local).astype(np.int32),
         np.concatenate(rows_remote).astype(np.int32),
@@ -145,28 +162,57 @@ def descriptors(pairs: Sequence[Pairs], local: Geometry, remote: Geometry) -> De
     )
 
 
-def _shared_regions(local: Geometry, remote: Geometry) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Each (D region, P region) that some group joins, with the groups that join them."""
-    members: dict[tuple[int, int], list[int]] = {}
-    for index, (ours, theirs) in enumerate(zip(local.groups, remote.groups, strict=True)):
-        for pair in zip(ours.regions, theirs.regions, strict=True):
-            members.setdefault(pair, []).append(index)
-    for (ours_region, theirs_region), groups in members.items():
-        yield ours_region, theirs_region, tuple(groups)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one bundle, counted from its first strip."""
+
+    local: Indices
+    remote: Indices
+    starts: npt.NDArray[np.bool_]
+    num_bytes: int
 
 
-def _ordered(pairs: Sequence[Pairs]) -> tuple[Indices, Indices]:
-    local = np.concatenate([pair.local for pair in pairs])
-    remote = np.concatenate([pair.remote for pair in pairs])
-    order = np.argsort(remote, kind="stable")
-    return local[order], remote[order]
+def _rows(pairs: Sequence[Pairs], join: Join, bundle: Bundle) -> _Rows:
+    chosen = [_chosen(pairs[lane.group], lane.phase, _ratio(join, lane)) for lane in bundle.lanes]
+    counts = [len(remote) for remote, _ in chosen]
+    numbers = np.array([lane.strip - bundle.strips.start for lane in bundle.lanes])
+    strips = np.repeat(numbers, counts)
+    remote_ids = np.concatenate([remote for remote, _ in chosen])
+    local_ids = np.concatenate([local for _, local in chosen])
+    ours = [join.local_strips[index] for index in bundle.strips]
+    theirs = [join.remote_strips[index] for index in bundle.strips]
+    local_at = np.array([strip.base for strip in ours], np.int64)[strips] + local_ids * ours[0].stride
+    remote_at = np.array([strip.base for strip in theirs], np.int64)[strips] + remote_ids * theirs[0].stride
+    sizes = np.array([strip.num_bytes for strip in ours], np.int64)[strips]
+    order = np.argsort(remote_at, kind="stable")
+    return _Rows(
+        (strips * join.local.num_blocks + local_ids)[order],
+        (strips * join.remote.num_blocks + remote_ids)[order],
+        run_starts(local_at[order], remote_at[order], sizes[order]),
+        int(sizes.sum()),
+    )
 
 
-def run_starts(local: Indices, remote: Indices) -> npt.NDArray[np.bool_]:
-    """True where a row does not continue the one before it by one block on both sides.
+def _ratio(join: Join, lane: Lane) -> int:
+    """How many of the smaller blocks the larger one holds."""
+    ours, theirs = (side.groups[lane.group].block_size for side in (join.local, join.remote))
+    return max(ours, theirs) // min(ours, theirs)
 
-    Example: local 4 5 6 9, remote 1 2 3 4 gives true false false true: two runs.
+
+def _chosen(pairs: Pairs, phase: int | None, ratio: int) -> tuple[Indices, Indices]:
+    """The pairs that a lane moves."""
+    if phase is None:
+        return pairs.remote, pairs.local
+    own = slice((phase - pairs.first) % ratio, None, ratio)
+    return pairs.remote[own], pairs.local[own]
+
+
+def run_starts(local: Indices, remote: Indices, sizes: Indices) -> npt.NDArray[np.bool_]:
+    """True where a row does not begin where the one before it ends, on both sides.
+
+    local, remote: addresses; sizes: bytes. Example: pages of 8 bytes at 32 40 48 72 and 8 16 24 32 give true false
+    false true: two runs.
     """
     starts = np.ones(len(local), np.bool_)
-    starts[1:] = (np.diff(local) != 1) | (np.diff(remote) != 1)
+    starts[1:] = (np.diff(local) != sizes[:-1]) | (np.diff(remote) != sizes[:-1])
     return starts

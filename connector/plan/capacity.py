@@ -34,8 +34,8 @@ def capacity(geometry: Geometry, request_tokens: int) -> Capacity:
         all_blocks = -(-request_tokens // group.block_size)
         live = len(group.kind.live_range(request_tokens))
         need += min(-(-live // group.block_size) + 1, all_blocks)
-        full_need += all_blocks * geometry.page_bytes(group)
-    pool_bytes = usable * sum(region.page_bytes for region in geometry.regions)
+        full_need += all_blocks * group.block_bytes
+    pool_bytes = usable * sum(region.block_bytes for region in geometry.regions)
     return Capacity(
         request_tokens,
         int(usable / need * request_tokens) if need else 0,

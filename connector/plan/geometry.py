@@ -1,12 +1,11 @@
-"""Where pages lie: regions and groups of one engine, as frozen values.
+"""Where pages lie: regions, pages and groups of one rank of one engine, as frozen values.
 
-Addresses come from base, stride and page, never from tensor shapes once a region has been described.
+Addresses come from base, stride, offset and length, never from tensor shapes once a page has been described.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,56 +18,94 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """One contiguous registered range: one layer of every group that shares it.
+    """One contiguous registered range in which block b starts at `base + b * stride`.
 
-    base: address of block 0, bytes. stride: bytes from block to block. page_bytes: bytes of one block that carry KV.
-    num_blocks: blocks in the range. device: accelerator index, 0 for host memory.
+    base: address of block 0, bytes. stride: bytes from block to block. block_bytes: bytes from a block's start that
+    belong to it. num_blocks: blocks in the range. device: accelerator index, 0 for host memory.
     """
 
     base: int
     stride: int
-    page_bytes: int
+    block_bytes: int
     num_blocks: int
     device: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.base, self.device) < 0 or min(self.stride, self.page_bytes, self.num_blocks) < 1:
+        if min(self.base, self.device) < 0 or min(self.stride, self.block_bytes, self.num_blocks) < 1:
             raise ConfigError(f"Not a memory region: {self!r}.")
-        if self.page_bytes > self.stride:
-            raise ConfigError(f"Pages of {self.page_bytes} bytes overlap at a stride of {self.stride} bytes.")
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether neighbouring pages touch, so that their descriptors can merge."""
-        return self.stride == self.page_bytes
+        if self.block_bytes > self.stride:
+            raise ConfigError(f"Blocks of {self.block_bytes} bytes overlap at a stride of {self.stride} bytes.")
 
     @property
     def extent(self) -> int:
-        """Bytes from the first page's start to the last page's end."""
-        return self.stride * (self.num_blocks - 1) + self.page_bytes
+        """Bytes from the first block's start to the last block's end."""
+        return self.stride * (self.num_blocks - 1) + self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A block's bytes in one layer, or in its K or V half: `num_bytes` from `offset` within a block of `region`.
+
+    region: index into `Geometry.regions`. Only bytes that carry KV or state are counted, not padding.
+    """
+
+    region: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of a group's parts this rank holds: `count` of `total`, from number `first`.
+
+    The parts of an attention group are its KV heads, those of a state the ranks it is divided among. A latent cache has
+    one part, which every rank holds.
+    """
+
+    first: int = 0
+    count: int = 1
+    total: int = 1
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.count < 1 or self.first + self.count > self.total:
+            raise ConfigError(f"Not a share of a group: {self!r}.")
+
+    @property
+    def parts(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One KV-cache group: the layers that share a block table.
 
-    regions: for each layer with a cache of its own, in the group's order, the index into `Geometry.regions`
-    (two indices a layer where K and V lie apart).
+    pages: for each layer with a cache of its own, in the group's order, where its block lies (two pages a layer where K
+    and V lie apart). kernel_blocks: into how many kernel blocks a block is cut. A page is ordered by kernel block, then
+    by part (`share`), then by token.
     """
 
     kind: Kind
     block_size: int
     layers: tuple[str, ...]
-    regions: tuple[int, ...]
+    pages: tuple[Page, ...]
+    share: Share = field(default_factory=Share)
+    kernel_blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or not self.layers or not self.regions:
+        if min(self.block_size, self.kernel_blocks) < 1 or not self.layers or not self.pages:
             raise ConfigError(f"Not a cache group: {self!r}.")
-        if len(set(self.regions)) != len(self.regions):
-            raise ConfigError(f"A group names one region twice: {self.regions}.")
+        if self.block_size % self.kernel_blocks:
+            raise ConfigError(f"A block of {self.block_size} tokens does not divide into {self.kernel_blocks}.")
+        if len(set(self.pages)) != len(self.pages):
+            raise ConfigError(f"A group names one page twice: {self.pages}.")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers together."""
+        return sum(page.num_bytes for page in self.pages)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Geometry:
     """All regions and groups of one rank of one engine."""
 
@@ -78,24 +115,39 @@ class Geometry:
     def __post_init__(self) -> None:
         known = range(len(self.regions))
         for group in self.groups:
-            if any(index not in known for index in group.regions):
-                raise ConfigError(f"A group refers to a region that does not exist: {group.regions}.")
-
-    @cached_property
-    def offsets(self) -> Indices:
-        """First page index of each region when all pages are numbered region by region."""
-        counts = np.fromiter((region.num_blocks for region in self.regions), np.int64, len(self.regions))
-        starts: Indices = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[:-1]
-        return starts
+            for page in group.pages:
+                if page.region not in known:
+                    raise ConfigError(f"A group refers to region {page.region}, which does not exist.")
+                room = self.regions[page.region].block_bytes
+                if page.num_bytes < 1 or not 0 <= page.offset <= room - page.num_bytes:
+                    raise ConfigError(f"{page!r} does not lie in a block of {room} bytes.")
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool: a block id is valid in every region."""
         return min((region.num_blocks for region in self.regions), default=0)
 
-    def page_bytes(self, group: Group) -> int:
-        """Bytes of one block of `group` in all its layers together."""
-        return sum(self.regions[index].page_bytes for index in group.regions)
+    def strip(self, page: Page) -> Strip:
+        """One page of all blocks."""
+        region = self.regions[page.region]
+        return Strip(
+            base=region.base + page.offset,
+            num_bytes=page.num_bytes,
+            stride=region.stride,
+            count=self.num_blocks,
+            device=region.device,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """The same bytes of every block of one rank: `num_bytes` at `base + b * stride` for b in 0 … count - 1."""
+
+    base: int
+    num_bytes: int
+    stride: int
+    count: int
+    device: int
 
 
 def regions_of_tensor(
@@ -128,5 +180,5 @@ def _region(base: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsiz
             raise ConfigError(f"A block of a KV cache with shape {shape} and strides {strides} is not contiguous.")
         expected *= size
     return Region(
-        base=base, stride=strides[0] * itemsize, page_bytes=expected * itemsize, num_blocks=shape[0], device=device
+        base=base, stride=strides[0] * itemsize, block_bytes=expected * itemsize, num_blocks=shape[0], device=device
     )

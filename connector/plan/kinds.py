@@ -26,6 +26,10 @@ class Kind(Protocol):
     def chunk(self) -> int | None:
         """Tokens in a chunk that queries do not see beyond, or None."""
 
+    @property
+    def per_token(self) -> bool:
+        """Whether every position has bytes of its own, so that pages divide by tokens."""
+
     def live_range(self, num_tokens: int) -> range:
         """Token positions that the forward pass of position `num_tokens` reads from the cache.
 
@@ -40,6 +44,7 @@ class _PerToken:
     """Every position has bytes of its own, `page_bytes / block_size` each."""
 
     __slots__ = ()
+    per_token: ClassVar[bool] = True
 
     def live_bytes(self, num_live: int, block_size: int, page_bytes: int) -> int:
         return num_live * page_bytes // block_size
@@ -104,6 +109,7 @@ class State:
     """
 
     name: ClassVar[str] = "state"
+    per_token: ClassVar[bool] = False
     window: ClassVar[int | None] = None
     chunk: ClassVar[int | None] = None
 

@@ -1,6 +1,6 @@
 """The seam of the data plane: register once, connect to a peer, read pages, poll.
 
-Rows are page indices as `plan.Geometry` numbers them, so that no caller computes an address.
+Rows are numbered strip by strip, as `plan.Join` numbers them, so that no caller computes an address.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from connector.plan.geometry import Indices, Region
+from connector.plan.geometry import Indices, Region, Strip
 
 
 class Progress(StrEnum):
@@ -47,7 +47,7 @@ class Connection(Protocol):
     """A peer whose pages can be read."""
 
     def read(self, local: Indices, remote: Indices) -> Read:
-        """Post one read of `remote[i]` into `local[i]`. TransportError when it cannot be posted."""
+        """Post one read of row `remote[i]` into row `local[i]`. TransportError when it cannot be posted."""
 
     def close(self) -> None:
         """Forget the peer. Reads must have ended."""
@@ -65,8 +65,11 @@ class Transport(Protocol):
     def register(self, regions: Sequence[Region]) -> bytes:
         """Register the memory of all regions, once. Returns the connection data that a peer needs."""
 
-    def connect(self, connection_data: bytes, regions: Sequence[Region]) -> Connection:
-        """Make a validated peer readable. TransportError when its data is of no use."""
+    def connect(self, connection_data: bytes, local: Sequence[Strip], remote: Sequence[Strip]) -> Connection:
+        """Make a validated peer readable: strips of our memory and, strip by strip, of the peer's.
+
+        TransportError when the peer's data is of no use.
+        """
 
     def close(self) -> None:
         """Deregister. Reads must have ended."""

@@ -10,9 +10,10 @@ import logging
 from dataclasses import dataclass
 
 from connector.control.clock import Clock, lease_clock
-from connector.errors import HmaError, TransportError
+from connector.errors import ConfigError, HmaError, TransportError
 from connector.plan.build import Descriptors, Pairs, descriptors
 from connector.plan.geometry import Geometry, Indices
+from connector.plan.join import Join, join
 from connector.transport.base import Connection, Progress, Read, Telemetry, Transport
 
 logger = logging.getLogger("vllm.hma.loads")
@@ -39,7 +40,8 @@ class PeerMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `lease`, `bytes`, `plan`,
-    `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted.
+    `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted;
+    runs_planned: what the posted ones should be.
     post_seconds: inside the transport's post calls. transfer_seconds: of the longest part, from its post to
     its end as the transport saw it.
     """
@@ -49,6 +51,7 @@ class Outcome:
     bytes_planned: int = 0
     bytes_moved: int = 0
     descriptors_planned: int = 0
+    runs_planned: int = 0
     descriptors_posted: int = 0
     retries: int = 0
     post_seconds: float = 0.0
@@ -96,7 +99,7 @@ class Loader:
     ) -> None:
         self._transport, self._geometry = transport, geometry
         self._max_runs, self._max_attempts, self._clock = max_runs, max_attempts, clock
-        self._peers: dict[str, tuple[Connection, Geometry]] = {}
+        self._peers: dict[str, tuple[Connection, Join]] = {}
         self._leaving: set[str] = set()
         self._running: dict[str, _Running] = {}
         self._ended: list[Outcome] = []
@@ -110,8 +113,10 @@ class Loader:
         if epoch in self._peers:
             return
         try:
-            self._peers[epoch] = (self._transport.connect(memory.connection, memory.geometry.regions), memory.geometry)
-        except TransportError as error:
+            joined = join(self._geometry, [memory.geometry])[0]
+            connection = self._transport.connect(memory.connection, joined.local_strips, joined.remote_strips)
+            self._peers[epoch] = (connection, joined)
+        except (ConfigError, TransportError) as error:
             logger.error("Prefill engine %s cannot be connected: %s", epoch, error)
 
     def forget(self, epoch: str) -> None:
@@ -125,9 +130,9 @@ class Loader:
         if load.epoch not in self._peers:
             self._ended.append(Outcome(request_id=load.request_id, reason="transfer"))
             return
-        connection, remote = self._peers[load.epoch]
+        connection, joined = self._peers[load.epoch]
         try:
-            rows = descriptors(load.pairs, self._geometry, remote)
+            rows = descriptors(load.pairs, joined)
         except (HmaError, ValueError, IndexError) as error:
             logger.error("The plan of request %s cannot be built: %s", load.request_id, error)
             self._ended.append(Outcome(request_id=load.request_id, reason="plan"))
@@ -230,6 +235,7 @@ class Loader:
             bytes_planned=running.rows.num_bytes,
             bytes_moved=moved,
             descriptors_planned=len(running.rows),
+            runs_planned=running.rows.runs,
             descriptors_posted=sum(telemetry.descriptors for telemetry in done),
             retries=running.retries,
             post_seconds=sum(telemetry.post_seconds for telemetry in done),

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 
 from connector.errors import TransportError
-from connector.plan.geometry import Indices, Region
+from connector.plan.geometry import Indices, Region, Strip
 from connector.transport.base import Progress, Telemetry
 
 _arenas: dict[bytes, tuple[Region, ...]] = {}
@@ -25,17 +25,16 @@ class LoopbackTransport:
 
     def __init__(self) -> None:
         self._id = uuid.uuid4().bytes
-        self._pages: list[tuple[int, int]] = []
 
     def register(self, regions: Sequence[Region]) -> bytes:
         _arenas[self._id] = tuple(regions)
-        self._pages = _addresses(regions)
         return self._id
 
-    def connect(self, connection_data: bytes, regions: Sequence[Region]) -> LoopbackConnection:
-        if _arenas.get(connection_data) != tuple(regions):
-            raise TransportError("No live arena has these regions.")
-        return LoopbackConnection(connection_data, self._pages, _addresses(regions))
+    def connect(self, connection_data: bytes, local: Sequence[Strip], remote: Sequence[Strip]) -> LoopbackConnection:
+        arena = _arenas.get(connection_data)
+        if arena is None or not all(_lies_in(strip, arena) for strip in remote):
+            raise TransportError("No live arena holds these strips.")
+        return LoopbackConnection(connection_data, _addresses(local), _addresses(remote))
 
     def close(self) -> None:
         _arenas.pop(self._id, None)
@@ -82,10 +81,11 @@ class LoopbackRead:
         return True
 
 
-def _addresses(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """(address, bytes) of every page, region by region: the numbering of `Geometry.offsets`."""
-    return [
-        (region.base + block * region.stride, region.page_bytes)
-        for region in regions
-        for block in range(region.num_blocks)
-    ]
+def _addresses(strips: Sequence[Strip]) -> list[tuple[int, int]]:
+    """(address, bytes) of every row, strip by strip: the numbering of `plan.Join`."""
+    return [(strip.base + row * strip.stride, strip.num_bytes) for strip in strips for row in range(strip.count)]
+
+
+def _lies_in(strip: Strip, arena: Sequence[Region]) -> bool:
+    end = strip.base + (strip.count - 1) * strip.stride + strip.num_bytes
+    return any(region.base <= strip.base and end <= region.base + region.extent for region in arena)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from connector.errors import StackError, TransportError
-from connector.plan.geometry import Indices, Region
+from connector.plan.geometry import Indices, Region, Strip
 from connector.transport.base import Progress, Telemetry
 
 PROGRESS_DELAY_US = 1000
@@ -29,7 +29,7 @@ class NixlTransport:
         self._backends = list(backends)
         self._agent = quiet_agent(f"hma-{uuid.uuid4().hex}", self._backends)
         self._registered: object | None = None
-        self._pages: object | None = None
+        self._prepared: dict[tuple[Strip, ...], object] = {}
         self._connections: set[NixlConnection] = set()
 
     def register(self, regions: Sequence[Region]) -> bytes:
@@ -37,49 +37,59 @@ class NixlTransport:
         rows = [(region.base, region.extent, region.device, "") for region in regions]
         try:
             self._registered = self._agent.register_memory(rows, self.memory, self._backends)
-            self._pages = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _pages(regions), self.memory, self._backends)
             data: bytes = self._agent.get_agent_metadata()
         except Exception as error:
             raise TransportError(f"NIXL cannot register the KV cache: {error}.") from error
         return data
 
-    def connect(self, connection_data: bytes, regions: Sequence[Region]) -> NixlConnection:
-        assert self._pages is not None, "connect comes after register"
+    def connect(self, connection_data: bytes, local: Sequence[Strip], remote: Sequence[Strip]) -> NixlConnection:
+        assert self._registered is not None, "connect comes after register"
+        ours = self._own_rows(tuple(local))
         try:
             name = self._agent.add_remote_agent(connection_data)
             name = name.decode() if isinstance(name, bytes) else name
         except Exception as error:
             raise TransportError(f"NIXL does not accept the peer's agent: {error}.") from error
         try:
-            pages = self._agent.prep_xfer_dlist(name, _pages(regions), self.memory, self._backends)
+            theirs = self._agent.prep_xfer_dlist(name, _rows(remote), self.memory, self._backends)
         except Exception as error:
             self._agent.remove_remote_agent(name)
             raise TransportError(f"NIXL does not accept the peer's regions: {error}.") from error
-        connection = NixlConnection(self, name, pages)
+        connection = NixlConnection(self, name, ours, theirs)
         self._connections.add(connection)
         return connection
 
     def close(self) -> None:
         for connection in list(self._connections):
             connection.close()
-        if self._pages is not None:
-            self._agent.release_dlist_handle(self._pages)
-            self._pages = None
+        for handle in self._prepared.values():
+            self._agent.release_dlist_handle(handle)
+        self._prepared.clear()
         if self._registered is not None:
             self._agent.deregister_memory(self._registered, self._backends)
             self._registered = None
 
+    def _own_rows(self, strips: tuple[Strip, ...]) -> object:
+        """Our side's prepared rows, shared by all peers that are joined alike."""
+        if strips not in self._prepared:
+            try:
+                rows = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _rows(strips), self.memory, self._backends)
+            except Exception as error:
+                raise TransportError(f"NIXL cannot prepare the KV cache: {error}.") from error
+            self._prepared[strips] = rows
+        return self._prepared[strips]
+
 
 class NixlConnection:
-    """A remote agent and its prepared pages."""
+    """A remote agent with the prepared rows of both sides."""
 
-    def __init__(self, transport: NixlTransport, name: str, pages: object) -> None:
-        self._transport, self._name, self._pages = transport, name, pages
+    def __init__(self, transport: NixlTransport, name: str, ours: object, theirs: object) -> None:
+        self._transport, self._name, self._ours, self._theirs = transport, name, ours, theirs
 
     def read(self, local: Indices, remote: Indices) -> NixlRead:
-        agent, ours = self._transport._agent, self._transport._pages
+        agent, backends = self._transport._agent, self._transport._backends
         try:
-            handle = agent.make_prepped_xfer("READ", ours, local, self._pages, remote, b"", self._transport._backends)
+            handle = agent.make_prepped_xfer("READ", self._ours, local, self._theirs, remote, b"", backends)
         except Exception as error:
             raise TransportError(f"NIXL cannot prepare a read of {len(local)} pages: {error}.") from error
         read = NixlRead(agent, handle)
@@ -89,7 +99,7 @@ class NixlConnection:
     def close(self) -> None:
         if self in self._transport._connections:
             self._transport._connections.discard(self)
-            self._transport._agent.release_dlist_handle(self._pages)
+            self._transport._agent.release_dlist_handle(self._theirs)
             self._transport._agent.remove_remote_agent(self._name)
 
 
@@ -155,7 +165,6 @@ def quiet_agent(name: str, backends: Sequence[str], delay_us: int = PROGRESS_DEL
     return agent
 
 
-def _pages(regions: Sequence[Region]) -> np.ndarray:
-    """All pages, region by region, as NIXL's strided rows (address, bytes, device, stride, count)."""
-    rows = [(r.base, r.page_bytes, r.device, r.stride, r.num_blocks) for r in regions]
-    return np.array(rows, dtype=np.uint64)
+def _rows(strips: Sequence[Strip]) -> np.ndarray:
+    """Strips as NIXL's strided rows (address, bytes, device, stride, count)."""
+    return np.array([(s.base, s.num_bytes, s.device, s.stride, s.count) for s in strips], dtype=np.uint64)

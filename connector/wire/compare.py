@@ -24,6 +24,7 @@ REMEDIES = {
     "connector": "Install the same version of hma on both sides.",
     "vllm": "Run the same version of vLLM on both sides.",
 }
+_COMPARED = ("kind", "window", "chunk", "block_size", "kernel_blocks", "page_bytes", "layers")
 _GROUP_REMEDY = "Give both engines the same model, --block-size and hybrid KV cache manager setting."
 
 
@@ -65,8 +66,9 @@ def check(ours: EngineDescription, theirs: EngineDescription, *, our_name: str =
 def fingerprint(engine: EngineDescription) -> bytes:
     """A digest of all that must be equal, so that P can refuse a claim of an engine that does not fit."""
     groups = [_comparable(group) for group in engine.groups]
-    rank = [(r.transport, r.memory, [region.page_bytes for region in r.regions]) for r in engine.ranks]
-    return hashlib.sha256(msgspec.msgpack.encode((sorted(engine.fields.items()), groups, rank))).digest()
+    pages = [[page.num_bytes for page in group.pages] for group in engine.groups]
+    ranks = [(rank.transport, rank.memory, rank.shares) for rank in engine.ranks]
+    return hashlib.sha256(msgspec.msgpack.encode((sorted(engine.fields.items()), groups, pages, ranks))).digest()
 
 
 def _fields(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
@@ -77,7 +79,7 @@ def _fields(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Diff
 
 
 def _comparable(group: GroupDescription) -> dict[str, object]:
-    return {name: getattr(group, name) for name in ("kind", "window", "block_size", "page_bytes", "layers")}
+    return {name: getattr(group, name) for name in _COMPARED}
 
 
 def _groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
@@ -108,23 +110,25 @@ def _ranks(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Diffe
             if getattr(mine, name) != getattr(other, name):
                 sides = str(getattr(mine, name)), str(getattr(other, name))
                 yield Difference(f"ranks[{index}].{name}", *sides, "refused", "Use the same device kind on both sides.")
-        yield from _regions(index, ours, mine, theirs, other)
+        if mine.shares != other.shares:
+            sides = str(mine.shares)[:200], str(other.shares)[:200]
+            yield Difference(f"ranks[{index}].shares", *sides, "refused", REMEDIES["tp_size"])
+        yield from _pages(index, ours, theirs, other)
 
 
-def _regions(
-    index: int, ours: EngineDescription, mine: RankDescription, theirs: EngineDescription, other: RankDescription
+def _pages(
+    index: int, ours: EngineDescription, theirs: EngineDescription, other: RankDescription
 ) -> Iterator[Difference]:
-    """Joined regions must hold pages of one size; everything a peer says is checked to be in range first."""
+    """Joined pages must be of one size; everything a peer says is checked to be in range first."""
     for left, right in zip(ours.groups, theirs.groups, strict=False):
-        name = f"ranks[{index}].groups[{left.index}].regions"
-        if len(left.regions) != len(right.regions):
-            sides = str(len(left.regions)), str(len(right.regions))
-            yield Difference(name, *sides, "refused", REMEDIES["layout"])
+        name = f"ranks[{index}].groups[{left.index}].pages"
+        if len(left.pages) != len(right.pages):
+            yield Difference(name, str(len(left.pages)), str(len(right.pages)), "refused", REMEDIES["layout"])
             continue
-        if any(region >= len(other.regions) for region in right.regions):
+        if any(page.region >= len(other.regions) for page in right.pages):
             yield Difference(name, "in range", "out of range", "refused", REMEDIES["connector"])
             continue
-        pages = [mine.regions[region].page_bytes for region in left.regions]
-        their_pages = [other.regions[region].page_bytes for region in right.regions]
+        pages = [page.num_bytes for page in left.pages]
+        their_pages = [page.num_bytes for page in right.pages]
         if pages != their_pages and left.block_size == right.block_size:
-            yield Difference(f"{name}.page_bytes", str(pages)[:200], str(their_pages)[:200], "refused", _GROUP_REMEDY)
+            yield Difference(f"{name}.num_bytes", str(pages)[:200], str(their_pages)[:200], "refused", _GROUP_REMEDY)

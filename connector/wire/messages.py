@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_ID = 8192
 MAX_BLOCKS = 1 << 20
 MAX_CLAIMS = 4096
@@ -35,34 +35,54 @@ class RegionDescription(_Message, frozen=True, kw_only=True):
 
     base: Address
     stride: Positive
-    page_bytes: Positive
+    block_bytes: Positive
     num_blocks: Positive
     device: Annotated[int, Meta(ge=0, le=1024)] = 0
+
+
+class PageDescription(_Message, frozen=True, kw_only=True):
+    """`plan.Page` on the wire. region: index into `RankDescription.regions`; the rest in bytes."""
+
+    region: Count
+    offset: Count
+    num_bytes: Positive
+
+
+class ShareDescription(_Message, frozen=True, kw_only=True):
+    """`plan.Share` on the wire: which of a group's parts a rank holds."""
+
+    first: Count
+    count: Positive
+    total: Positive
 
 
 class GroupDescription(_Message, frozen=True, kw_only=True):
     """One cache group: what a peer needs to pair blocks, and a reader to understand it.
 
-    page_bytes: one block in one layer. regions: indices into `RankDescription.regions`.
+    page_bytes: one block in the group's first layer, all its pages. pages: for each layer with a cache of its own one,
+    or two where K and V lie apart; the same on every rank. kernel_blocks: into how many a block is cut.
     """
 
     index: Count
     kind: ShortText
     window: Positive | None
+    chunk: Positive | None
     num_layers: Positive
     block_size: Positive
     page_bytes: Positive
     layers: Annotated[tuple[ShortText, ...], Meta(max_length=4096)]
-    regions: Annotated[tuple[Count, ...], Meta(max_length=8192)]
+    pages: Annotated[tuple[PageDescription, ...], Meta(max_length=8192)]
+    kernel_blocks: Positive = 1
 
 
 class RankDescription(_Message, frozen=True, kw_only=True):
-    """One worker's memory: its transport's connection data and its regions."""
+    """One worker's memory: its transport's connection data, its regions, and its share of each group."""
 
     transport: ShortText
     memory: ShortText
     connection: Annotated[bytes, Meta(max_length=1 << 20)]
     regions: Annotated[tuple[RegionDescription, ...], Meta(max_length=8192)]
+    shares: Annotated[tuple[ShareDescription, ...], Meta(max_length=1024)]
 
 
 class CapacityDescription(_Message, frozen=True, kw_only=True):

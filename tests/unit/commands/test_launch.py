@@ -125,14 +125,23 @@ def engine(*, hybrid: bool = True, hma: bool = True) -> EngineDescription:
         index=0,
         kind="sliding_window",
         window=64,
+        chunk=None,
         num_layers=5,
         block_size=32,
         page_bytes=4096,
         layers=("a",),
-        regions=(0,),
+        pages=(),
     )
     full = GroupDescription(
-        index=1, kind="full", window=None, num_layers=1, block_size=32, page_bytes=4096, layers=("b",), regions=(0,)
+        index=1,
+        kind="full",
+        window=None,
+        chunk=None,
+        num_layers=1,
+        block_size=32,
+        page_bytes=4096,
+        layers=("b",),
+        pages=(),
     )
     return EngineDescription(
         engine_id="e",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from connector.plan.geometry import Geometry, Group, Region
+from connector.plan.geometry import Geometry, Group, Page, Region
 from connector.plan.kinds import Full, SlidingWindow
-from connector.wire.described import described_groups, described_regions
+from connector.wire.described import described_groups, described_regions, described_shares
 from connector.wire.messages import (
     CapacityDescription,
     EngineDescription,
@@ -19,12 +19,12 @@ WINDOW = 40
 def small_geometry(base: int = 1 << 20, num_blocks: int = 50) -> Geometry:
     """A sliding group of one layer and a full group of two, over two regions."""
     regions = tuple(
-        Region(base=base + index * PAGE * num_blocks, stride=PAGE, page_bytes=PAGE, num_blocks=num_blocks)
+        Region(base=base + index * PAGE * num_blocks, stride=PAGE, block_bytes=PAGE, num_blocks=num_blocks)
         for index in range(2)
     )
     groups = (
-        Group(kind=SlidingWindow(WINDOW), block_size=BLOCK, layers=("s0",), regions=(0,)),
-        Group(kind=Full(), block_size=BLOCK, layers=("f0", "f1"), regions=(0, 1)),
+        Group(kind=SlidingWindow(WINDOW), block_size=BLOCK, layers=("s0",), pages=(Page(0, 0, PAGE),)),
+        Group(kind=Full(), block_size=BLOCK, layers=("f0", "f1"), pages=(Page(0, 0, PAGE), Page(1, 0, PAGE))),
     )
     return Geometry(regions, groups)
 
@@ -53,6 +53,7 @@ def engine_description(
                 memory="DRAM",
                 connection=connection,
                 regions=described_regions(geometry),
+                shares=described_shares(geometry),
             ),
         ),
         num_blocks=geometry.num_blocks,

@@ -58,22 +58,22 @@ def test_layers_of_several_groups_share_a_region_and_a_short_group_has_no_last_o
     first, second = torch.zeros(SHAPE), torch.zeros(SHAPE)
     tensors = {"f0": first, "f1": second, "s0": first, "s1": second, "t0": first}
     geometry = geometry_from(cache((FULL, ["f0", "f1"]), (WINDOW, ["s0", "s1"]), (WINDOW, ["t0"])), tensors)
-    assert [group.regions for group in geometry.groups] == [(0, 1), (0, 1), (0,)]
+    assert [[page.region for page in group.pages] for group in geometry.groups] == [[0, 1], [0, 1], [0]]
     assert [region.base for region in geometry.regions] == [first.data_ptr(), second.data_ptr()]
-    assert geometry.regions[0].page_bytes == geometry.regions[0].stride == 2 * 16 * 16 * 4
+    assert geometry.regions[0].block_bytes == geometry.regions[0].stride == 2 * 16 * 16 * 4
     assert memory_of(tensors) == "DRAM"
 
 
 def test_a_layer_that_reuses_an_earlier_cache_moves_once() -> None:
     tensor = torch.zeros(SHAPE)
     geometry = geometry_from(cache((FULL, ["own", "shared"])), {"own": tensor, "shared": tensor})
-    assert geometry.groups[0].regions == (0,)
+    assert [page.region for page in geometry.groups[0].pages] == [0]
 
 
 def test_k_and_v_in_two_halves_are_two_regions() -> None:
     tensor = torch.zeros(2, BLOCKS, 16, 2, 8)
     geometry = geometry_from(cache((FULL, ["a"])), {"a": tensor})
-    assert geometry.groups[0].regions == (0, 1)
+    assert [page.region for page in geometry.groups[0].pages] == [0, 1]
     assert geometry.regions[1].base - geometry.regions[0].base == tensor.stride(0) * 4
 
 
@@ -99,4 +99,4 @@ def test_what_is_not_understood_is_refused_naming_the_layer() -> None:
 def test_pages_that_interleave_do_not_overlap() -> None:
     both = torch.zeros(BLOCKS, 2, 2, 16, 16)  # block-outermost: two layers in each block
     geometry = geometry_from(cache((FULL, ["a", "b"])), {"a": both[:, 0], "b": both[:, 1]})
-    assert [region.is_dense for region in geometry.regions] == [False, False]
+    assert all(region.block_bytes < region.stride for region in geometry.regions)

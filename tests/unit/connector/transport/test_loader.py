@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from connector.errors import TransportError
 from connector.plan.build import Pairs
-from connector.plan.geometry import Geometry, Group, Indices, Region
+from connector.plan.geometry import Geometry, Group, Indices, Page, Region, Strip
 from connector.plan.kinds import Full
 from connector.transport.base import Progress, Telemetry
 from connector.transport.loader import Load, Loader, Outcome, PeerMemory
@@ -31,12 +31,12 @@ class Arena:
             for block in range(num_blocks):
                 self.memory[region, block, :PAGE] = (seed + region * 50 + block) % 256
         regions = tuple(
-            Region(base=int(self.memory[index].ctypes.data), stride=STRIDE, page_bytes=PAGE, num_blocks=num_blocks)
+            Region(base=int(self.memory[index].ctypes.data), stride=STRIDE, block_bytes=PAGE, num_blocks=num_blocks)
             for index in range(2)
         )
         groups = (
-            Group(kind=Full(), block_size=16, layers=("a", "b"), regions=(0, 1)),
-            Group(kind=Full(), block_size=16, layers=("c",), regions=(0,)),
+            Group(kind=Full(), block_size=16, layers=("a", "b"), pages=(Page(0, 0, PAGE), Page(1, 0, PAGE))),
+            Group(kind=Full(), block_size=16, layers=("c",), pages=(Page(0, 0, PAGE),)),
         )
         self.geometry = Geometry(regions, groups)
 
@@ -101,7 +101,7 @@ class FakeTransport:
     def register(self, _regions: Sequence[Region]) -> bytes:
         return b""
 
-    def connect(self, _data: bytes, _regions: Sequence[Region]) -> FakeTransport:
+    def connect(self, _data: bytes, _local: Sequence[Strip], _remote: Sequence[Strip]) -> FakeTransport:
         return self
 
     def read(self, local: Indices, _remote: Indices) -> FakeRead:

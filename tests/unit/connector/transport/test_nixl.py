@@ -13,7 +13,7 @@ import pytest
 
 from connector.errors import TransportError
 from connector.plan.build import run_starts
-from connector.plan.geometry import Region
+from connector.plan.geometry import Region, Strip
 from connector.transport.base import Progress
 from connector.transport.nixl import NixlTransport
 
@@ -22,7 +22,12 @@ PAGE = 4096
 
 def arena(num_blocks: int) -> tuple[np.ndarray, Region]:
     memory = np.zeros((num_blocks, PAGE), np.uint8)
-    return memory, Region(base=memory.ctypes.data, stride=PAGE, page_bytes=PAGE, num_blocks=num_blocks)
+    return memory, Region(base=memory.ctypes.data, stride=PAGE, block_bytes=PAGE, num_blocks=num_blocks)
+
+
+def strip(region: Region) -> Strip:
+    """Every block of a region."""
+    return Strip(base=region.base, num_bytes=PAGE, stride=PAGE, count=region.num_blocks, device=0)
 
 
 def serve(pipe: Connection) -> None:
@@ -45,8 +50,8 @@ def reader() -> Iterator[Any]:
     memory, ours = arena(96)
     transport = NixlTransport("DRAM")
     transport.register([ours])
-    connection = transport.connect(data, [region])
-    yield memory, transport, connection, region
+    connection = transport.connect(data, [strip(ours)], [strip(region)])
+    yield memory, transport, connection, strip(ours)
     near.send("end")
     connection.close()
     transport.close()
@@ -79,12 +84,12 @@ def test_pages_arrive_and_merge_as_planned(reader: Any, local: list[int], remote
     expected[local] = np.array(remote, np.uint8)[:, None]
     assert (memory == expected).all()
     assert figures.num_bytes == len(local) * PAGE
-    assert figures.descriptors == int(run_starts(np.array(local), np.array(remote)).sum())
+    assert figures.descriptors == int(run_starts(np.array(local), np.array(remote), np.ones(len(local))).sum())
 
 
 def test_what_cannot_be_read_is_an_error_not_a_crash(reader: Any) -> None:
-    _, transport, connection, region = reader
+    _, transport, connection, ours = reader
     with pytest.raises(TransportError, match="cannot prepare a read"):
         connection.read(np.array([1], np.int32), np.array([64], np.int32))
     with pytest.raises(TransportError, match="does not accept"):
-        transport.connect(b"not an agent", [region])
+        transport.connect(b"not an agent", [ours], [ours])

@@ -11,6 +11,7 @@ from connector.wire.messages import (
     Granted,
     GroupDescription,
     OfferedBlocks,
+    PageDescription,
     RankDescription,
     Refused,
     RegionDescription,
@@ -18,6 +19,7 @@ from connector.wire.messages import (
     Released,
     Renew,
     Renewed,
+    ShareDescription,
 )
 
 EPOCH = "epoch-1"
@@ -41,20 +43,22 @@ def group(
         index=index,
         kind="full" if window is None else "sliding_window",
         window=window,
+        chunk=None,
         num_layers=2,
         block_size=block_size,
         page_bytes=page_bytes,
         layers=(f"layers.{2 * index}", f"layers.{2 * index + 1}"),
-        regions=(0, 1),
+        pages=tuple(PageDescription(region=region, offset=0, num_bytes=page_bytes) for region in range(2)),
     )
 
 
 def rank(*, page_bytes: int = 1024, num_blocks: int = 100, regions: int = 2) -> RankDescription:
     ranges = tuple(
-        RegionDescription(base=index << 30, stride=page_bytes, page_bytes=page_bytes, num_blocks=num_blocks)
+        RegionDescription(base=index << 30, stride=page_bytes, block_bytes=page_bytes, num_blocks=num_blocks)
         for index in range(regions)
     )
-    return RankDescription(transport="nixl", memory="DRAM", connection=b"\x00agent", regions=ranges)
+    shares = (ShareDescription(first=0, count=1, total=1),) * 2
+    return RankDescription(transport="nixl", memory="DRAM", connection=b"\x00agent", regions=ranges, shares=shares)
 
 
 def engine(

@@ -14,6 +14,7 @@ from connector.wire.codec import MAX_FRAME, Codec, Unauthorised, key_from_enviro
 from connector.wire.digest import prompt_digest
 from connector.wire.handle import Handle
 from connector.wire.messages import (
+    PROTOCOL,
     Claim,
     Describe,
     Granted,
@@ -89,9 +90,9 @@ def test_cut_and_oversized_frames_and_other_protocols() -> None:
         with pytest.raises(ProtocolError):
             Codec().read_request(frame[:length])
     with pytest.raises(ProtocolError, match="over the limit"):
-        Codec().read_request(b"HMA\x01\x00" + bytes(MAX_FRAME))
+        Codec().read_request(frame[:4] + b"\x00" + bytes(MAX_FRAME))
     with pytest.raises(ProtocolError, match="protocol version"):
-        Codec().read_request(b"HMA\x02" + frame[4:])
+        Codec().read_request(b"HMA" + bytes([PROTOCOL + 1]) + frame[4:])
 
 
 def test_the_key_is_not_shown_and_is_read_from_the_environment(tmp_path) -> None:  # type: ignore[no-untyped-def]

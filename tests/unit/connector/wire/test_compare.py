@@ -44,9 +44,11 @@ def test_equal_engines_have_no_difference_and_one_fingerprint() -> None:
         ("groups.1.block_size", 64, "groups[1].block_size"),
         ("ranks.0.memory", "VRAM", "ranks[0].memory"),
         ("ranks.0.transport", "loopback", "ranks[0].transport"),
-        ("ranks.0.regions.0.page_bytes", 32, "ranks[0].groups[0].regions.page_bytes"),
-        ("groups.0.regions", [9], "ranks[0].groups[0].regions"),
-        ("groups.0.regions", [0, 1], "ranks[0].groups[0].regions"),
+        ("groups.0.pages.0.num_bytes", 32, "ranks[0].groups[0].pages.num_bytes"),
+        ("groups.0.pages.0.region", 9, "ranks[0].groups[0].pages"),
+        ("groups.0.pages", [], "ranks[0].groups[0].pages"),
+        ("groups.0.kernel_blocks", 2, "groups[0].kernel_blocks"),
+        ("ranks.0.shares.0.total", 2, "ranks[0].shares"),
         ("ranks", [], "ranks"),
     ],
 )
@@ -58,7 +60,7 @@ def test_each_difference_is_refused_by_name(path: str, value: Any, named: str) -
     with pytest.raises(IncompatiblePeer, match="does not fit") as caught:
         check(ours, theirs)
     assert caught.value.ours != caught.value.theirs
-    if not path.startswith("groups.0.regions"):  # where regions lie differs from peer to peer
+    if path != "groups.0.pages.0.region":  # where pages lie differs from peer to peer
         assert fingerprint(ours) != fingerprint(theirs)
 
 
@@ -66,8 +68,10 @@ def test_another_block_size_everywhere_is_named_once() -> None:
     raw = msgspec.to_builtins(engine_description())
     for group in raw["groups"]:
         group["block_size"], group["page_bytes"] = 32, group["page_bytes"] * 2
+        for page in group["pages"]:
+            page["num_bytes"] *= 2
     for region in raw["ranks"][0]["regions"]:
-        region["page_bytes"], region["stride"] = region["page_bytes"] * 2, region["stride"] * 2
+        region["block_bytes"], region["stride"] = region["block_bytes"] * 2, region["stride"] * 2
     found = compare(engine_description(), msgspec.convert(raw, EngineDescription))
     assert [(one.field, one.ours, one.theirs) for one in found] == [("block_size", "16", "32")]
     assert "--block-size" in found[0].remedy
@@ -87,4 +91,4 @@ def test_a_described_geometry_is_a_plans_geometry() -> None:
     with pytest.raises(ConfigError, match="no rank 1"):
         geometry_of(engine_description(), rank=1)
     with pytest.raises(ConfigError, match="Unknown group kind"):
-        geometry_of(changed("groups.0.kind", "mla"))
+        geometry_of(changed("groups.0.kind", "sink"))
