@@ -58,12 +58,14 @@ class Latent:
 class Recurrent:
     """A recurrent state: tensors of fixed shape on this rank, whatever the number of tokens.
 
-    shapes: in elements, already divided by the number of ranks. item_bytes: one for each shape.
+    family: `mamba1`, `mamba2`, `gdn`, `kda`, `short_conv`. shapes: in elements, already divided by the number of ranks.
+    item_bytes: one for each shape.
     """
 
     kind: State
     shapes: tuple[tuple[int, ...], ...]
     item_bytes: tuple[int, ...]
+    family: str = ""
 
     @property
     def num_bytes(self) -> int:
