@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from connector.errors import ConfigError, HmaError, ModelError
 from hma_cli.models.architectures import deepseek_v4, dense, gemma, hybrid, interleaved, latent, uneven
@@ -128,6 +127,8 @@ def _rule_of(config: ModelConfig) -> Rule:
             f"{config.name}: vLLM 0.32 has no {name} any more; the last version with it was {LAST_VERSION[name]}.",
             remedy="Plan a model that vLLM 0.32 serves.",
         )
+    from difflib import get_close_matches
+
     near = get_close_matches(name, RULES, n=1, cutoff=0.8)
     raise ModelError(
         f"{config.name}: there is no rule for {name}, so what its layers keep is not known."

@@ -106,8 +106,8 @@ class Rank:
             page_multiple=page_multiple,
         )
 
-    def recurrent(self, *shapes: tuple[int, ...], item_bytes: tuple[int, ...]) -> Recurrent:
-        return Recurrent(kind=State(), shapes=shapes, item_bytes=item_bytes)
+    def recurrent(self, family: str, *shapes: tuple[int, ...], item_bytes: tuple[int, ...]) -> Recurrent:
+        return Recurrent(kind=State(), family=family, shapes=shapes, item_bytes=item_bytes)
 
     def ssm_item_bytes(self, rule: str | None = None, origin: str = "") -> int:
         """Bytes of an element of the recurrent state proper: `--mamba-ssm-cache-dtype`, else the model family's own
