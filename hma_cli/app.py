@@ -9,7 +9,7 @@ import typer
 
 from connector import __version__
 from connector.errors import HmaError
-from hma_cli.commands import launch, model, verify
+from hma_cli.commands import inspect_plan, launch, model, verify
 from hma_cli.report.render import render_error
 from hma_cli.report.result import Exit
 
@@ -39,6 +39,7 @@ def root(
 
 
 app.command("launch", context_settings={"allow_extra_args": True})(launch.launch)
+app.command("inspect-plan")(inspect_plan.inspect_plan)
 app.command("verify")(verify.verify)
 app.add_typer(model.app, name="model")
 

@@ -33,9 +33,9 @@ LATENT_HYBRID_MULTIPLE = 128
 class EngineOptions:
     """How the engine is started, as far as it decides groups. None: what vLLM 0.32 does unless told.
 
-    block_size: tokens; the default is 16, on CPU 128 (16 for latents), 64 for sparse latents (DeepSeek-V3.2) and 256
-    for compressed ones (DeepSeek-V4). layout: layer compact, for compressed latents block outermost. prefix_caching:
-    on, but off for models of states only. max_model_len: in tokens; needed for states where prefix caching is off.
+    block_size: tokens; the default is 16, on CPU 128 (16 for latents), 64 for sparse latents (DeepSeek-V3.2). Layers of
+    DeepSeek-V4 bring their own. layout: layer compact, for DeepSeek-V4 block outermost. prefix_caching: on, but off for
+    models of states only. max_model_len: in tokens; needed for states where prefix caching is off.
     """
 
     block_size: int | None = None
@@ -74,7 +74,6 @@ FLASH_ATTN_MLA = Backend(name="FLASH_ATTN_MLA", multiple=16, default=16)
 CPU_MLA = Backend(name="CPU_MLA", multiple=16, default=16, exact=True)
 SPARSE_MLA = Backend(name="sparse MLA", multiple=16, default=64)
 AMX_MLA = Backend(name="AMX_MLA", multiple=32, default=128)
-COMPRESSED_MLA = Backend(name="DeepSeek-V4's indexer", multiple=256, default=256, exact=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +96,6 @@ class Kernels:
                 return FLASH_ATTN if device == "cuda" else CPU_ATTN
             case Latent(block_size=int()), _:
                 return None
-            case Latent(tokens_per_state=ratio), _ if ratio > 1:
-                return COMPRESSED_MLA
             case Latent(), "cuda":
                 return SPARSE_MLA if layer.part == SPARSE_PART else FLASH_ATTN_MLA
         return AMX_MLA if self.wide_latents else CPU_MLA
@@ -164,12 +161,9 @@ def _engine_block(backends: Sequence[Backend], options: EngineOptions, notes: li
     """The engine's block size in tokens, before states are looked at."""
     block_size = options.block_size
     if block_size is None:
-        block_size = lcm(*(backend.default for backend in backends)) if backends else DEFAULT_BLOCK
-    for backend in backends:
-        if options.device == "cpu" and backend.exact and not backend.takes(block_size):
-            notes.append(f"block size {block_size} is not used: {backend.name} takes {backend.works}")
-            block_size = backend.multiple
-        elif options.device == "cuda":
+        block_size = _default_block(backends)
+    if options.device == "cuda":  # on CPU vLLM looks at the blocks of finished groups only
+        for backend in backends:
             require_block(backend, block_size)
     if SPARSE_MLA in backends and block_size % SPARSE_MLA.default:
         notes.append(
@@ -178,6 +172,13 @@ def _engine_block(backends: Sequence[Backend], options: EngineOptions, notes: li
     if AMX_MLA in backends:
         notes.append("on a CPU without AMX vLLM reads latents in blocks of 16 only: this plan needs AMX")
     return block_size
+
+
+def _default_block(backends: Sequence[Backend]) -> int:
+    if not backends:
+        return DEFAULT_BLOCK
+    # On CPU a model with latents gets the size that its latents need, whatever else is in it.
+    return CPU_MLA.default if CPU_MLA in backends else lcm(*(backend.default for backend in backends))
 
 
 def require_block(backend: Backend, block_size: int, layer: Layer | None = None) -> None:
@@ -262,9 +263,8 @@ def _layout(readers: Sequence[Layer], kernels: Kernels, options: EngineOptions) 
 
 
 def _compressed(layer: Layer) -> bool:
+    """Whether a layer is one of those that DeepSeek-V4 packs, which dictate their blocks."""
     match layer.cache:
         case Latent(block_size=int()):
             return True
-        case Latent(tokens_per_state=ratio):
-            return ratio > 1
     return False

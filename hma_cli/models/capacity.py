@@ -19,14 +19,12 @@ class Load:
     """What runs at once, as far as it decides how many blocks a request may hold.
 
     request_tokens: of one request (vLLM counts with its maximum model length). max_num_batched_tokens: in one step.
-    concurrent_batches: steps under way at once; vLLM has two with asynchronous scheduling. state_checkpoints: blocks
-    more that a state holds in prefill; one for Mamba-2 layers with prefix caching.
+    concurrent_batches: steps under way at once; vLLM has two with asynchronous scheduling.
     """
 
     request_tokens: int
     max_num_batched_tokens: int
     concurrent_batches: int = 1
-    state_checkpoints: int = 0
 
     def __post_init__(self) -> None:
         if min(self.request_tokens, self.max_num_batched_tokens, self.concurrent_batches) < 1:
@@ -77,7 +75,7 @@ def _group_blocks(group: CacheGroup, grouping: Grouping, load: Load) -> int:
     """
     kind = group.kind
     if kind == State():
-        return 2 + load.state_checkpoints if grouping.prefix_caching else 1
+        return 2 + group.checkpoints if grouping.prefix_caching else 1
     if kind.window is not None:
         kept = min(kind.window - 1 + load.in_flight_tokens, load.request_tokens)
         return -(-kept // group.block_size) + 1

@@ -35,12 +35,14 @@ class GroupLayer:
 class CacheGroup:
     """Layers with one block table. kind: how blocks are kept, which for promoted layers is not the layer's own kind.
 
-    block_size: tokens. Without prefix caching a state's block spans the whole sequence.
+    block_size: tokens. Without prefix caching a state's block spans the whole sequence. checkpoints: blocks that a
+    request may hold in prefill beyond those it needs otherwise.
     """
 
     kind: Kind
     block_size: int
     layers: tuple[GroupLayer, ...]
+    checkpoints: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -98,6 +100,7 @@ def _group(pages: Sequence[Paged]) -> CacheGroup:
         # Latents beside full attention in one table: all of them keep every token.
         kind=next(iter(kinds)) if len(kinds) == 1 else Full(),
         block_size=pages[0].block_size,
+        checkpoints=pages[0].checkpoints,
         layers=tuple(
             GroupLayer(layer=page.layer, page_bytes=page.page_bytes, data_bytes=page.data_bytes) for page in pages
         ),

@@ -49,6 +49,10 @@ class Paged(Protocol):
         """Hashable; equal for layers that may share a block table, given equal block sizes, whatever their pages."""
 
     @property
+    def checkpoints(self) -> int:
+        """Blocks that a request may hold in prefill beyond those it needs otherwise."""
+
+    @property
     def promotable(self) -> bool:
         """Whether it keeps only what is near and could be allocated as full attention instead."""
 
@@ -102,6 +106,10 @@ class AttentionPages:
         return self.kind
 
     @property
+    def checkpoints(self) -> int:
+        return 0
+
+    @property
     def promotable(self) -> bool:
         return self.kind.window is not None or self.kind.chunk is not None
 
@@ -151,6 +159,10 @@ class LatentPages:
     def family(self) -> object:
         # Latents that keep every token share a table with full attention: MLAAttentionSpec is a FullAttentionSpec.
         return Full() if self.kind.window is None else self.kind
+
+    @property
+    def checkpoints(self) -> int:
+        return 0
 
     @property
     def promotable(self) -> bool:
@@ -219,7 +231,12 @@ class StatePages:
 
     @property
     def family(self) -> object:
-        return self.kind, self.page_bytes
+        return self.kind, self.page_bytes, self.checkpoints
+
+    @property
+    def checkpoints(self) -> int:
+        # MambaMixer2.get_kv_cache_spec: a state at a block boundary inside a step is kept beside the running one.
+        return 1 if self.cache.family == "mamba2" else 0
 
     @property
     def promotable(self) -> bool:

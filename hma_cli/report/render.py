@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from connector.errors import HmaError
-from hma_cli.report.result import Result, Table
+from hma_cli.report.result import Picture, Result, Span, Table
 
-Format = Literal["table", "json"]
+Format = Literal["table", "json", "csv"]
 
 _MARKS = {"ok": "[green]✓[/]", "note": "[cyan]·[/]", "warning": "[yellow]![/]", "problem": "[red]✗[/]"}
 
@@ -22,10 +24,15 @@ def talk(message: str) -> None:
 
 
 def render(result: Result, fmt: Format = "table") -> None:
-    """Print a result to stdout: versioned JSON, or tables with their findings."""
+    """Print a result to stdout: versioned JSON, CSV of its records, or tables with their findings."""
     if fmt == "json":
         json.dump({"schema": result.schema, **result.data}, sys.stdout, indent=2)
         sys.stdout.write("\n")
+        return
+    if fmt == "csv":
+        writer = csv.DictWriter(sys.stdout, fieldnames=list(result.records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(result.records)
         return
     from rich.console import Console
 
@@ -35,6 +42,8 @@ def render(result: Result, fmt: Format = "table") -> None:
         console.out(result.text, highlight=False)
     for table in result.tables:
         console.print(_rich_table(table))
+    for picture in result.pictures:
+        console.print(_drawn(picture, console.width), soft_wrap=True)
     for finding in result.findings:
         remedy = f" [dim]{_escape(finding.remedy)}[/]" if finding.remedy else ""
         console.print(f"{_MARKS[finding.level]} {_escape(finding.text)}{remedy}", soft_wrap=True)
@@ -64,7 +73,30 @@ def _rich_table(table: Table):  # type: ignore[no-untyped-def]
         for i in range(len(table.columns))
     ]
     for name, is_number in zip(table.columns, numeric, strict=True):
-        rich.add_column(name, justify="right" if is_number else "left")
+        rich.add_column(name, justify="right" if is_number or name in table.right else "left")
     for row in table.rows:
         rich.add_row(*(f"{cell:,}" if isinstance(cell, int) else _escape(str(cell)) for cell in row))
     return rich
+
+
+def _drawn(picture: Picture, width: int) -> str:
+    """The picture as lines of Rich markup, no wider than `width` characters."""
+    labels = max(len(label) for label, _ in picture.bars)
+    cells = max(10, min(width - labels - 2, 100))
+    lines = [f"[italic]{_escape(picture.title)}[/]"]
+    for label, spans in picture.bars:
+        names = _cells(spans, picture.length, cells, list(picture.styles))
+        drawn = "".join(f"[{picture.styles[name][1]}]{picture.styles[name][0]}[/]" if name else " " for name in names)
+        lines.append(f"{_escape(label):<{labels}}  {drawn}")
+    legend = "   ".join(f"[{colour}]{mark}[/] {_escape(text)}" for mark, colour, text in picture.styles.values())
+    per_cell = picture.length / cells
+    lines.append(f"{'':<{labels}}  {legend}   [dim]one character: {per_cell:,.0f} {_escape(picture.unit)}[/]\n")
+    return "\n".join(lines)
+
+
+def _cells(spans: Sequence[Span], length: int, cells: int, ranking: Sequence[str]) -> Iterator[str]:
+    """The style of each character: the most important of the spans that touch it, however short they are."""
+    for cell in range(cells):
+        start, stop = cell * length, (cell + 1) * length  # in units of 1 / cells
+        touching = [span.style for span in spans if span.start * cells < stop and start < span.stop * cells]
+        yield max(touching, key=ranking.index, default="")

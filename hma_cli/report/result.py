@@ -5,6 +5,7 @@ Commands build a `Result` and return it. Only `hma_cli.report.render` prints it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
@@ -20,12 +21,40 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table for people: one title, the column heads, rows of cells (strings or numbers)."""
+    """A table for people: one title, the column heads, rows of cells (strings or numbers).
+
+    right: columns set to the right though their cells are strings; those of numbers are anyway.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
     note: str = ""
+    right: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of a bar, `start` up to `stop`, in a named style of the picture."""
+
+    start: int
+    stop: int
+    style: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """Bars of one length, drawn as wide as the terminal allows.
+
+    length: what a bar stands for, in `unit`. bars: (label, spans). styles: name to (character, Rich colour, meaning),
+    from the least to the most important: where several fall on one character, the last one is drawn.
+    """
+
+    title: str
+    length: int
+    unit: str
+    bars: tuple[tuple[str, tuple[Span, ...]], ...]
+    styles: Mapping[str, tuple[str, str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +72,14 @@ class Result:
 
     schema: name and version of `data`, for example `hma.launch/1`; keys may be added, none renamed.
     data:   JSON-ready values only.
-    tables, findings: the same facts for people.
+    tables, pictures, findings: the same facts for people. records: rows for `--format csv`, all with the same keys.
     """
 
     schema: str
     data: dict[str, Any]
     tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    records: tuple[Mapping[str, object], ...] = ()
     findings: tuple[Finding, ...] = ()
     exit_code: Exit = Exit.OK
     text: str = field(default="")

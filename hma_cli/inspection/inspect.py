@@ -1,0 +1,154 @@
+"""A model and a request in, everything that `hma inspect-plan` shows out. Pure: no printing, no reading of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+from connector.errors import ConfigError
+from hma_cli.inspection.arena import KvLayout
+from hma_cli.inspection.comparison import Amount, HandOver, Plan, in_tree, lower_bound, ours, without_hma
+from hma_cli.inspection.engine import D_BASE, P_BASE, Engine, Memory, engine, in_tree_engine
+from hma_cli.inspection.pool import PREFILL_STEP, PoolState
+from hma_cli.models.architectures import layers_of
+from hma_cli.models.blocks import Device, EngineOptions, MemoryLayout
+from hma_cli.models.capacity import Capacity, Load, capacity
+from hma_cli.models.config import ModelConfig
+from hma_cli.models.grouping import Grouping, group_layers
+from hma_cli.models.options import RankOptions
+
+PLANS = ("no_hma", "in_tree", "hma", "lower_bound")
+"""The four plans, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked. block sizes: tokens, None for vLLM's own. memory_bytes: KV cache of one rank. bandwidth: bytes a
+    second. max_model_len: None for the prompt's length; it matters where a state's block spans the whole sequence."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_block_size: int | None = None
+    decode_block_size: int | None = None
+    device: Device = "cuda"
+    dtype: str | None = None
+    kv_dtype: str = "auto"
+    kv_layout: KvLayout = KvLayout.PACKED
+    memory_layout: MemoryLayout | None = None
+    prefix_caching: bool | None = None
+    max_model_len: int | None = None
+    pool: PoolState = PoolState.FRESH
+    seed: int = 0
+    memory_bytes: int = 16 << 30
+    bandwidth: float = 12.5e9
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All figures of one model and request.
+
+    totals: by plan; None where vLLM or the in-tree connector refuses the model, and then `reasons` says why. Figures
+    are sums over all ranks of D.
+    """
+
+    config: ModelConfig
+    request: Request
+    prefill: Grouping
+    decode: Grouping
+    case: HandOver
+    plan: Plan
+    totals: dict[str, Amount | None]
+    reasons: dict[str, str]
+    full: Grouping | None
+
+    @cached_property
+    def load(self) -> Load:
+        return Load(request_tokens=self.request.prompt_tokens, max_num_batched_tokens=PREFILL_STEP)
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        """What one rank of D holds with HMA."""
+        return capacity(self.decode, self.request.memory_bytes, self.load)
+
+    @cached_property
+    def full_capacity(self) -> Capacity | None:
+        """What one rank of D holds without HMA; None where vLLM does not start without it."""
+        return capacity(self.full, self.request.memory_bytes, self.load) if self.full is not None else None
+
+    def seconds(self, amount: Amount) -> float:
+        """Time of the bytes alone at the bandwidth that was asked for."""
+        return amount.num_bytes / self.request.bandwidth
+
+
+def inspect(config: ModelConfig, request: Request) -> Inspection:
+    """Plan one hand-over. ModelError and ConfigError for what cannot be planned, naming the field or option."""
+    if request.prompt_tokens < 1:
+        raise ConfigError(f"A prompt has at least one token, not {request.prompt_tokens}.")
+    if request.memory_bytes < 1 or request.bandwidth <= 0:
+        raise ConfigError("Memory and bandwidth must be more than nothing.")
+    prefill, decode = groupings(config, request)
+    case = _case(request, prefill, decode, engine)
+    plan = ours(case)
+    totals: dict[str, Amount | None] = dict.fromkeys(PLANS)
+    totals["hma"], totals["lower_bound"] = plan.total, lower_bound(case, plan)
+    reasons: dict[str, str] = {}
+    full: Grouping | None = None
+    try:
+        full_prefill, full = groupings(config, request, hma=False)
+        totals["no_hma"] = without_hma(_case(request, full_prefill, full, engine))
+    except ConfigError as error:
+        reasons["no_hma"] = error.message
+    try:
+        totals["in_tree"] = in_tree(_case(request, prefill, decode, in_tree_engine))
+    except ConfigError as error:
+        reasons["in_tree"] = error.message
+    return Inspection(config, request, prefill, decode, case, plan, totals, reasons, full)
+
+
+def groupings(config: ModelConfig, request: Request, *, hma: bool = True) -> tuple[Grouping, Grouping]:
+    """P's and D's groups."""
+    sides = ((request.prefill_tp, request.prefill_block_size), (request.decode_tp, request.decode_block_size))
+    prefill, decode = (_grouping(config, request, tp, block_size, hma) for tp, block_size in sides)
+    return prefill, decode
+
+
+def _grouping(config: ModelConfig, request: Request, tp: int, block_size: int | None, hma: bool) -> Grouping:
+    layers = layers_of(config, RankOptions(tp=tp, dtype=request.dtype, kv_dtype=request.kv_dtype))
+    options = EngineOptions(
+        block_size=block_size,
+        device=request.device,
+        layout=request.memory_layout,
+        hma=hma,
+        prefix_caching=request.prefix_caching,
+        max_model_len=request.max_model_len or request.prompt_tokens,
+    )
+    return group_layers(layers, options)
+
+
+def _case(
+    request: Request, prefill: Grouping, decode: Grouping, make: Callable[[Grouping, Memory], Engine]
+) -> HandOver:
+    memory = Memory(
+        tp=request.prefill_tp,
+        kv_layout=request.kv_layout,
+        num_tokens=request.prompt_tokens,
+        pool=request.pool,
+        base=P_BASE,
+    )
+    return HandOver(
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        prefill=make(prefill, memory),
+        decode=make(decode, replace(memory, tp=request.decode_tp, base=D_BASE)),
+        pool=request.pool,
+        seed=request.seed,
+    )
+
+
+def as_device(name: str) -> Device:
+    """A device name from the command line."""
+    return cast(Device, name)
