@@ -53,25 +53,17 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Kernels that read a layer's blocks: sizes are multiples of `multiple` tokens, or exactly that where `exact`."""
+    """Kernels that read a layer's blocks, which are multiples of `multiple` tokens; larger ones are read in pieces."""
 
     name: str
     multiple: int
     default: int
-    exact: bool = False
-
-    def takes(self, block_size: int) -> bool:
-        return block_size == self.multiple if self.exact else block_size % self.multiple == 0
-
-    @property
-    def works(self) -> str:
-        return f"only {self.multiple}" if self.exact else f"multiples of {self.multiple}"
 
 
 FLASH_ATTN = Backend(name="FLASH_ATTN", multiple=16, default=16)
 CPU_ATTN = Backend(name="CPU_ATTN", multiple=32, default=128)
 FLASH_ATTN_MLA = Backend(name="FLASH_ATTN_MLA", multiple=16, default=16)
-CPU_MLA = Backend(name="CPU_MLA", multiple=16, default=16, exact=True)
+CPU_MLA = Backend(name="CPU_MLA", multiple=16, default=16)
 SPARSE_MLA = Backend(name="sparse MLA", multiple=16, default=64)
 AMX_MLA = Backend(name="AMX_MLA", multiple=32, default=128)
 
@@ -183,13 +175,12 @@ def _default_block(backends: Sequence[Backend]) -> int:
 
 def require_block(backend: Backend, block_size: int, layer: Layer | None = None) -> None:
     """ConfigError where `backend` cannot read blocks of `block_size` tokens."""
-    if backend.takes(block_size):
-        return
-    larger = backend.multiple if backend.exact else -(-block_size // backend.multiple) * backend.multiple
-    raise ConfigError(
-        f"{f'{layer.name}: ' if layer else ''}{backend.name} does not take blocks of {block_size} tokens.",
-        remedy=f"It takes {backend.works}: use --block-size {larger}.",
-    )
+    if block_size % backend.multiple:
+        larger = -(-block_size // backend.multiple) * backend.multiple
+        raise ConfigError(
+            f"{f'{layer.name}: ' if layer else ''}{backend.name} does not take blocks of {block_size} tokens.",
+            remedy=f"It takes multiples of {backend.multiple}: use --block-size {larger}.",
+        )
 
 
 def _align(
