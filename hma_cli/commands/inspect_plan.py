@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from connector.errors import ConfigError
 from hma_cli.report.render import render
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class FormatChoice(StrEnum):
 
 def inspect_plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(help="A config.json or its directory, a model of the catalog, or a hub id.", show_default=False),
-    ],
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
     cached_tokens: Annotated[int, typer.Option(min=0, help="Of these, tokens in D's prefix cache.")] = 0,
     block_size: Annotated[
@@ -94,6 +95,14 @@ def inspect_plan(
     compare: Annotated[
         str | None, typer.Option(metavar="MODEL2", help="Set another model beside it.", show_default=False)
     ] = None,
+    live: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Plan with the groups of the server at this control address, and compare.",
+            show_default=False,
+        ),
+    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
     output: Annotated[FormatChoice, typer.Option("--format", help="How the result is printed.")] = FormatChoice.table,
 ) -> None:
@@ -124,7 +133,16 @@ def inspect_plan(
         memory_bytes=int(memory * (1 << 30)),
         bandwidth=bandwidth * 1e9,
     )
-    render(plan(model, request, explain=explain, compare=compare, offline=offline), output.value)
+    if live is not None:
+        if compare is not None:
+            raise ConfigError("--live and --compare do not go together.", remedy="Give one of them.")
+        result = running_plan(live, request, model=model, explain=explain, offline=offline)
+    elif model is not None:
+        result = plan(model, request, explain=explain, compare=compare, offline=offline)
+    else:
+        raise ConfigError("No model is named.", remedy="Give --model, or --live ADDRESS of a running server.")
+    render(result, output.value)
+    raise typer.Exit(result.exit_code)
 
 
 def plan(
@@ -139,3 +157,19 @@ def plan(
     if compare is not None:
         return compared(found, inspect(find(compare, offline=offline), request))
     return view(found, group=explain)
+
+
+def running_plan(
+    address: str, request: Request, *, model: str | None = None, explain: int | None = None, offline: bool = False
+) -> Result:
+    """The plan of a running server from its own groups and regions, and every difference from the offline one."""
+    from connector.control.client import describe
+    from hma_cli.inspection import live
+    from hma_cli.inspection.inspect import inspect
+    from hma_cli.inspection.view import live_view
+    from hma_cli.models.lookup import find
+
+    running = describe(*live.address(address))
+    planned = inspect(find(model or running.model, offline=offline), live.asked_of(running, request))
+    found = live.live(planned, running)
+    return live_view(found, running, live.differences(planned, found, running), group=explain)

@@ -35,12 +35,16 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """How the memory of a planned engine is laid out. num_tokens, pool: what its block pool must hold."""
+    """How the memory of a planned engine is laid out.
+
+    num_blocks: in the pool; None for what a request of `num_tokens` tokens needs in a pool of that state.
+    """
 
     tp: int
     kv_layout: KvLayout
     num_tokens: int
     pool: PoolState
+    num_blocks: int | None
     base: int
 
 
@@ -65,7 +69,7 @@ def in_tree_engine(grouping: Grouping, memory: Memory) -> Engine:
 
 def _engine(grouping: Grouping, memory: Memory, cut: Cut, *, with_padding: bool) -> Engine:
     tables = tuple(Table(group.kind, group.block_size) for group in grouping.groups)
-    num_blocks = pool_size(tables, memory.num_tokens, memory.pool)
+    num_blocks = memory.num_blocks or pool_size(tables, memory.num_tokens, memory.pool)
     ranks = tuple(
         arena(
             grouping,

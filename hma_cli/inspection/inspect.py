@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
 from connector.errors import ConfigError
+from connector.plan.kinds import Kind
 from hma_cli.inspection.arena import KvLayout
 from hma_cli.inspection.comparison import Amount, HandOver, Plan, in_tree, lower_bound, ours, without_hma
 from hma_cli.inspection.engine import D_BASE, P_BASE, Engine, Memory, engine, in_tree_engine
@@ -43,8 +43,19 @@ class Request:
     max_model_len: int | None = None
     pool: PoolState = PoolState.FRESH
     seed: int = 0
+    num_blocks: int | None = None
     memory_bytes: int = 16 << 30
     bandwidth: float = 12.5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """A cache group as it is shown. page_bytes: of each layer, padding included."""
+
+    kind: Kind
+    block_size: int
+    layers: tuple[str, ...]
+    page_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class Inspection:
     request: Request
     prefill: Grouping
     decode: Grouping
+    groups: tuple[GroupShape, ...]
     case: HandOver
     plan: Plan
     totals: dict[str, Amount | None]
@@ -106,7 +118,7 @@ def inspect(config: ModelConfig, request: Request) -> Inspection:
         totals["in_tree"] = in_tree(_case(request, prefill, decode, in_tree_engine))
     except ConfigError as error:
         reasons["in_tree"] = error.message
-    return Inspection(config, request, prefill, decode, case, plan, totals, reasons, full)
+    return Inspection(config, request, prefill, decode, _shapes(decode), case, plan, totals, reasons, full)
 
 
 def groupings(config: ModelConfig, request: Request, *, hma: bool = True) -> tuple[Grouping, Grouping]:
@@ -114,6 +126,18 @@ def groupings(config: ModelConfig, request: Request, *, hma: bool = True) -> tup
     sides = ((request.prefill_tp, request.prefill_block_size), (request.decode_tp, request.decode_block_size))
     prefill, decode = (_grouping(config, request, tp, block_size, hma) for tp, block_size in sides)
     return prefill, decode
+
+
+def _shapes(grouping: Grouping) -> tuple[GroupShape, ...]:
+    return tuple(
+        GroupShape(
+            kind=group.kind,
+            block_size=group.block_size,
+            layers=tuple(layer.layer.name for layer in group.layers),
+            page_bytes=tuple(layer.page_bytes for layer in group.layers),
+        )
+        for group in grouping.groups
+    )
 
 
 def _grouping(config: ModelConfig, request: Request, tp: int, block_size: int | None, hma: bool) -> Grouping:
@@ -137,6 +161,7 @@ def _case(
         kv_layout=request.kv_layout,
         num_tokens=request.prompt_tokens,
         pool=request.pool,
+        num_blocks=request.num_blocks,
         base=P_BASE,
     )
     return HandOver(
@@ -147,8 +172,3 @@ def _case(
         pool=request.pool,
         seed=request.seed,
     )
-
-
-def as_device(name: str) -> Device:
-    """A device name from the command line."""
-    return cast(Device, name)

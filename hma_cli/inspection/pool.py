@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from connector.errors import ConfigError
 from connector.plan.build import NULL_BLOCK
 from connector.plan.kinds import Kind, blocks_covering
 
@@ -56,6 +57,12 @@ class Pool:
         self.free = deque(range(1, self.num_blocks))
 
     def take(self, count: int) -> list[int]:
+        """The next `count` free blocks; ConfigError when there are not as many."""
+        if count > len(self.free):
+            raise ConfigError(
+                f"A pool of {self.num_blocks:,} blocks does not hold these requests.",
+                remedy="Plan a shorter prompt (--prompt-tokens), or a fresh pool.",
+            )
         return [self.free.popleft() for _ in range(count)]
 
     def give_back(self, table: Sequence[int], num_full: int) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hma_cli.inspection.comparison import Amount
 from hma_cli.inspection.explain import explain
-from hma_cli.inspection.inspect import PLANS, Inspection
+from hma_cli.inspection.inspect import PLANS, GroupShape, Inspection
 from hma_cli.inspection.merging import reasons
 from hma_cli.models.capacity import Capacity
-from hma_cli.models.grouping import CacheGroup
-from hma_cli.report.result import Finding, Picture, Result, Span, Table
+from hma_cli.report.result import Exit, Finding, Picture, Result, Span, Table
+
+if TYPE_CHECKING:
+    from connector.wire.messages import EngineDescription
+    from hma_cli.inspection.live import Difference
 
 SCHEMA = "hma.plan/1"
 NAMES = {
@@ -37,6 +41,29 @@ def view(found: Inspection, *, group: int | None = None) -> Result:
         pictures=(_picture(found),),
         records=tuple(_records(found)),
         findings=tuple(_findings(found)),
+    )
+
+
+def live_view(
+    found: Inspection, running: EngineDescription, different: tuple[Difference, ...], *, group: int | None = None
+) -> Result:
+    """The view of a running server, and how it differs from the plan; exit code 1 if it does."""
+    result = view(found, group=group)
+    server = {"engine_id": running.engine_id, "epoch": running.epoch, "versions": dict(running.versions)}
+    problems = tuple(
+        Finding(level="problem", text=f"{one.field}: planned {one.planned}, running {one.running}.")
+        for one in different
+    )
+    same = Finding(level="ok", text=f"Engine {running.engine_id} has exactly the groups and pages that were planned.")
+    return replace(
+        result,
+        data=result.data
+        | {
+            "live": server | {"num_blocks": running.num_blocks},
+            "differences": [{"field": one.field, "planned": one.planned, "running": one.running} for one in different],
+        },
+        findings=(*(problems or (same,)), *result.findings),
+        exit_code=Exit.CHECK_FAILED if different else Exit.OK,
     )
 
 
@@ -84,7 +111,7 @@ def document(found: Inspection) -> dict[str, Any]:
         "tp": {"prefill": request.prefill_tp, "decode": request.decode_tp},
         "prefill_block_sizes": [group.block_size for group in found.prefill.groups],
         "bytes_per_block": decode.bytes_per_block,
-        "groups": [_group_data(found, index) for index in range(len(decode.groups))],
+        "groups": [_group_data(found, index) for index in range(len(found.groups))],
         "totals": {name: _amount_data(found.totals[name]) for name in PLANS},
         "refused": dict(found.reasons),
         "seconds": {name: _seconds(found, name) for name in PLANS},
@@ -101,13 +128,13 @@ def document(found: Inspection) -> dict[str, Any]:
 
 
 def _group_data(found: Inspection, index: int) -> dict[str, Any]:
-    group, planned = found.decode.groups[index], found.plan.groups[index]
+    group, planned = found.groups[index], found.plan.groups[index]
     sizes = _page_sizes(group)
     return {
         "index": index,
         "kind": group.kind.name,
         "num_layers": len(group.layers),
-        "layers": [layer.layer.name for layer in group.layers],
+        "layers": list(group.layers),
         "window": group.kind.window,
         "chunk": group.kind.chunk,
         "block_size": group.block_size,
@@ -131,15 +158,15 @@ def _seconds(found: Inspection, name: str) -> float | None:
     return None if amount is None else found.seconds(amount)
 
 
-def _page_sizes(group: CacheGroup) -> dict[int, int]:
+def _page_sizes(group: GroupShape) -> dict[int, int]:
     """Page bytes to the number of layers that have them."""
     sizes: dict[int, int] = {}
-    for layer in group.layers:
-        sizes[layer.page_bytes] = sizes.get(layer.page_bytes, 0) + 1
+    for size in group.page_bytes:
+        sizes[size] = sizes.get(size, 0) + 1
     return sizes
 
 
-def _blocks(found: Inspection, group: CacheGroup) -> int:
+def _blocks(found: Inspection, group: GroupShape) -> int:
     """Block positions that the prompt has in a group's table."""
     return -(-found.request.prompt_tokens // group.block_size)
 
@@ -151,7 +178,7 @@ def _blocks_moved(found: Inspection, index: int) -> int:
 
 def _groups(found: Inspection) -> Table:
     rows = []
-    for index, group in enumerate(found.decode.groups):
+    for index, group in enumerate(found.groups):
         planned, sizes = found.plan.groups[index], _page_sizes(group)
         rows.append(
             (
@@ -257,7 +284,7 @@ def _records(found: Inspection) -> Iterator[Mapping[str, object]]:
         "blocks_moved",
     )
     figures = ("descriptors", "runs", "bytes")
-    for index in range(len(found.decode.groups)):
+    for index in range(len(found.groups)):
         data = _group_data(found, index)
         yield {"model": found.config.name, "plan": "hma", **{key: data[key] for key in (*columns, *figures)}}
     for name in PLANS:
