@@ -19,9 +19,10 @@ from hma_cli.models.architectures.attention import (
 )
 from hma_cli.models.architectures.rank import Rank
 from hma_cli.models.caches import Layer
-from hma_cli.models.fields import MAX_LAYERS
+from hma_cli.models.fields import MAX_LAYERS, Fields
 
 _TYPES = (FULL, SLIDING)
+_DIFFERENCES = "heads that differ between layers"
 
 
 def gemma3n(rank: Rank) -> tuple[Layer, ...]:
@@ -74,9 +75,10 @@ def gemma4(rank: Rank) -> tuple[Layer, ...]:
 
 def _gemma4_heads(rank: Rank, types: tuple[str, ...]) -> tuple[Heads, ...]:
     sliding = stated_heads(rank)
-    stated = rank.text.section("per_layer_config", "heads that differ between layers")
+    stated = rank.text.section("per_layer_config", _DIFFERENCES)
     if stated is not None:  # transformers 5 writes the differences out, and then reads nothing else
-        return tuple(_override(rank, sliding, str(index)) for index in range(len(types)))
+        overrides = _overrides(stated, sliding, len(types))
+        return tuple(overrides.get(index, sliding) for index in range(len(types)))
     text = rank.text
     full = replace(sliding, size=text.integer("global_head_dim", "the size of a key in full layers"))
     if text.flag("attention_k_eq_v", "whether full layers have KV heads of their own"):
@@ -85,14 +87,20 @@ def _gemma4_heads(rank: Rank, types: tuple[str, ...]) -> tuple[Heads, ...]:
     return tuple(full if word == FULL else sliding for word in types)
 
 
-def _override(rank: Rank, heads: Heads, layer: str) -> Heads:
-    differences = rank.text.section("per_layer_config", "heads that differ between layers")
-    entry = None if differences is None else differences.section(layer, "the heads of that layer")
-    if entry is None:
-        return heads
-    size = entry.optional_integer("head_dim", "the size of a key")
-    kv_heads = entry.optional_integer("num_key_value_heads", "the heads whose keys and values are kept")
-    return replace(heads, size=size or heads.size, kv_heads=kv_heads or heads.kv_heads)
+def _overrides(stated: Fields, common: Heads, count: int) -> dict[int, Heads]:
+    """Heads of the layers that have some of their own, by layer. transformers pads the numbers with zeros (`05`)."""
+    heads = {}
+    for key in stated.values:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 6 and int(key) < count):
+            raise stated.error(
+                str(key)[:40], "is no layer of this model", _DIFFERENCES, f"Layers are 0 to {count - 1}."
+            )
+        entry = stated.section(key, _DIFFERENCES)
+        if entry is not None:
+            size = entry.optional_integer("head_dim", "the size of a key in that layer")
+            kv_heads = entry.optional_integer("num_key_value_heads", "the KV heads of that layer")
+            heads[int(key)] = replace(common, size=size or common.size, kv_heads=kv_heads or common.kv_heads)
+    return heads
 
 
 def _own_layers(rank: Rank, count: int) -> int:

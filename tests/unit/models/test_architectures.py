@@ -205,8 +205,8 @@ def test_trap_5_gemma_4_has_two_head_sizes_and_two_numbers_of_kv_heads() -> None
 
 
 def test_trap_5_gemma_4_as_transformers_writes_it_back() -> None:
-    """Once saved by transformers 5, the file has `per_layer_config` instead of `global_head_dim`."""
-    stated = {str(index): {"head_dim": 512, "num_key_value_heads": 2} for index in range(5, 30, 6)}
+    """Once saved by transformers 5, the file has `per_layer_config` instead of `global_head_dim`, by padded numbers."""
+    stated = {f"{index:02}": {"head_dim": 512, "num_key_value_heads": 2} for index in range(5, 30, 6)}
     rewritten = changed(
         "google/gemma-4-26B-A4B-it", per_layer_config=stated, global_head_dim=None, num_global_key_value_heads=None
     )
