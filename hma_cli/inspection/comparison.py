@@ -99,7 +99,7 @@ class Plan:
 def ours(case: HandOver) -> Plan:
     """The plan that the connector runs. ConfigError when the two sides do not fit."""
     case.check()
-    tables_p, tables_d = _tables(case, case.handed_tokens)
+    tables_p, tables_d = block_tables(case, case.handed_tokens)
     pairs = _our_pairs(case, tables_p, tables_d)
     joins = _joins(case)
     amounts = [Amount() for _ in pairs]
@@ -133,7 +133,7 @@ def in_tree(case: HandOver) -> Amount:
     """What vLLM's own NIXL connector moves with HMA. `case` holds engines as that connector sees them."""
     if [table.block_size for table in case.prefill.tables] != [table.block_size for table in case.decode.tables]:
         raise ConfigError("The in-tree connector's way with different block sizes is not modelled.")
-    return _their_way(case, _clipped)
+    return _their_way(case, clipped)
 
 
 def without_hma(case: HandOver) -> Amount:
@@ -142,12 +142,12 @@ def without_hma(case: HandOver) -> Amount:
 
 
 def _their_way(case: HandOver, clip: Callable[[Sequence[int], Kind, int], Sequence[int]]) -> Amount:
-    tables_p, tables_d = _tables(case, case.prompt_tokens)
+    tables_p, tables_d = block_tables(case, case.prompt_tokens)
     pairs = []
     for table, remote, local in zip(case.decode.tables, tables_p, tables_d, strict=True):
         uncached = local[case.cached_tokens // table.block_size :]
-        clipped = (clip(blocks, table.kind, table.block_size) for blocks in (remote, uncached))
-        pairs.append(_from_the_end(*clipped))
+        kept = (clip(blocks, table.kind, table.block_size) for blocks in (remote, uncached))
+        pairs.append(_from_the_end(*kept))
     return sum((_in_their_order(pairs, joined) for joined in _joins(case)), Amount())
 
 
@@ -175,7 +175,7 @@ def _our_pairs(case: HandOver, tables_p: Tables, tables_d: Tables) -> list[Pairs
     return found
 
 
-def _tables(case: HandOver, num_tokens: int) -> tuple[Tables, Tables]:
+def block_tables(case: HandOver, num_tokens: int) -> tuple[Tables, Tables]:
     """P's and D's block tables for `num_tokens` tokens, from pools in the state that was asked for."""
     pools = []
     for engine, decodes in ((case.prefill, False), (case.decode, True)):
@@ -202,7 +202,7 @@ def _joins(case: HandOver) -> list[Join]:
     ]
 
 
-def _clipped(table: Sequence[int], kind: Kind, block_size: int) -> Sequence[int]:
+def clipped(table: Sequence[int], kind: Kind, block_size: int) -> Sequence[int]:
     """What the in-tree connector keeps of a block list. Chunks are not clipped, and null blocks move."""
     if kind == State():
         return table[-1:]

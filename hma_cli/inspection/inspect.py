@@ -25,8 +25,12 @@ PLANS = ("no_hma", "in_tree", "hma", "lower_bound")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked. block sizes: tokens, None for vLLM's own. memory_bytes: KV cache of one rank. bandwidth: bytes a
-    second. max_model_len: None for the prompt's length; it matters where a state's block spans the whole sequence."""
+    """What is asked.
+
+    Block sizes: tokens, None for vLLM's own. max_model_len: None for the prompt's length; it matters where a state's
+    block spans the whole sequence. num_blocks: in the pools, None for as many as the request needs. memory_bytes: KV
+    cache of one rank. bandwidth: bytes a second.
+    """
 
     prompt_tokens: int
     cached_tokens: int = 0
