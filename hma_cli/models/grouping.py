@@ -119,7 +119,7 @@ def _members(blocks: Blocks, options: EngineOptions, notes: list[str]) -> list[l
         promoted = _promoted_beside_latents(pages)
         if promoted is None:
             raise
-        notes.append("pages cannot be made equal: windowed layers are allocated as full attention")
+        notes.append("pages cannot be made equal: layers with a window are allocated as full attention")
         return [promoted]
 
 
@@ -149,7 +149,7 @@ def _without_hma(pages: Sequence[Paged], notes: list[str]) -> list[Paged]:
             remedy="Leave HMA on.",
         )
     _require_one_reach(pages)
-    notes.append(f"without HMA {sum(page.promotable for page in pages)} layers are allocated as full attention")
+    notes.append(f"allocated as full attention without HMA: {_layers(sum(page.promotable for page in pages))}")
     return promoted
 
 
@@ -204,7 +204,7 @@ def _equal_pages(pages: Sequence[Paged], notes: list[str]) -> list[Paged]:
         else:
             continue
         said[note] = said.get(note, 0) + 1
-    notes += [f"{note}: all pages become {target:,} bytes ({count} layers)" for note, count in said.items()]
+    notes += [f"{note}: all pages become {target:,} bytes ({_layers(count)})" for note, count in said.items()]
     return equal
 
 
@@ -229,6 +229,10 @@ def _cut(pages: Sequence[Paged], notes: list[str]) -> list[list[Paged]]:
     for index, group in enumerate(groups):
         if len(group) < widest:
             short = widest - len(group)
-            words = "one layer" if short == 1 else f"{short} layers"
-            notes.append(f"group {index} is {words} short: its blocks leave {short / widest:.0%} of their bytes unused")
+            unused = f"{short / widest:.0%}"
+            notes.append(f"group {index} is {_layers(short)} short: its blocks leave {unused} of their bytes unused")
     return groups
+
+
+def _layers(count: int) -> str:
+    return "one layer" if count == 1 else f"{count} layers"

@@ -27,11 +27,14 @@ KIND_NAMES = {
 heads = st.sampled_from([1, 1, 2, 4, 3])
 head_sizes = st.sampled_from([64, 64, 128, 96, 192, 256])
 windows = st.sampled_from([64, 128, 1000])
+kinds: st.SearchStrategy[Full | SlidingWindow | ChunkedLocal] = st.one_of(
+    st.just(Full()), st.builds(SlidingWindow, windows), st.builds(ChunkedLocal, windows)
+)
 
 
 @st.composite
 def attention(draw: st.DrawFn) -> Attention:
-    kind = draw(st.one_of(st.just(Full()), st.builds(SlidingWindow, windows), st.builds(ChunkedLocal, windows)))
+    kind = draw(kinds)
     num_heads, size = draw(heads), draw(head_sizes)
     return Attention(
         kind=kind,
@@ -43,12 +46,13 @@ def attention(draw: st.DrawFn) -> Attention:
     )
 
 
-@st.composite
-def square_attention(draw: st.DrawFn) -> Attention:
-    """Attention as models with states have it: one number of heads and one width, and no narrower values."""
-    kind = draw(st.sampled_from([Full(), Full(), SlidingWindow(128)]))
-    return Attention(kind=kind, heads=2, total_heads=2, head_size=64, head_size_v=64, item_bytes=2)
-
+# Attention as models with states have it: one number of heads and one width, and no narrower values.
+square_attention = st.sampled_from(
+    [
+        Attention(kind=Full(), heads=2, total_heads=2, head_size=64, head_size_v=64, item_bytes=2),
+        Attention(kind=SlidingWindow(128), heads=2, total_heads=2, head_size=64, head_size_v=64, item_bytes=2),
+    ]
+)
 
 state = st.builds(
     lambda conv, rest, family: Recurrent(
@@ -70,21 +74,17 @@ latent = st.sampled_from(
 )
 
 
-@st.composite
-def dictated(draw: st.DrawFn) -> Latent:
-    """Latents as DeepSeek-V4 has them; a window stands for one shape."""
-    return draw(
-        st.sampled_from(
-            [
-                Latent(kind=Mla(128), state_bytes=584, block_size=64, page_multiple=576),
-                Latent(kind=Mla(8), state_bytes=4096, block_size=4, page_multiple=576),
-                Latent(kind=Mla(127), state_bytes=2048, block_size=8, page_multiple=576),
-                Latent(kind=Mla(), state_bytes=584, tokens_per_state=4, block_size=256, page_multiple=576),
-                Latent(kind=Mla(), state_bytes=584, tokens_per_state=128, block_size=256, page_multiple=576),
-                Latent(kind=Mla(), state_bytes=132, tokens_per_state=4, block_size=256, page_multiple=576),
-            ]
-        )
-    )
+# Latents as DeepSeek-V4 has them; a window stands for one shape.
+dictated = st.sampled_from(
+    [
+        Latent(kind=Mla(128), state_bytes=584, block_size=64, page_multiple=576),
+        Latent(kind=Mla(8), state_bytes=4096, block_size=4, page_multiple=576),
+        Latent(kind=Mla(127), state_bytes=2048, block_size=8, page_multiple=576),
+        Latent(kind=Mla(), state_bytes=584, tokens_per_state=4, block_size=256, page_multiple=576),
+        Latent(kind=Mla(), state_bytes=584, tokens_per_state=128, block_size=256, page_multiple=576),
+        Latent(kind=Mla(), state_bytes=132, tokens_per_state=4, block_size=256, page_multiple=576),
+    ]
+)
 
 
 @st.composite
@@ -102,7 +102,7 @@ def stacks(draw: st.DrawFn, caches: st.SearchStrategy[Cache], most: int = 4) -> 
 mixes = st.one_of(
     stacks(attention()),
     stacks(attention(), most=2),
-    stacks(st.one_of(square_attention(), state)),
+    stacks(st.one_of(square_attention, state)),
     stacks(st.one_of(latent, state), most=3),
     stacks(st.one_of(latent, attention()), most=3),
     stacks(latent),
@@ -164,13 +164,13 @@ def compare(layers: Sequence[Layer], options: EngineOptions, load: Load) -> None
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(quick, max_examples=300)
+@settings(quick, max_examples=250)
 @given(layers=mixes, options=engines, load=loads)
 def test_layer_compact_caches(layers: list[Layer], options: EngineOptions, load: Load) -> None:
     compare(layers, options, load)
 
 
 @settings(quick, max_examples=200)
-@given(layers=st.one_of(mixes, stacks(dictated(), most=6)), options=outermost, load=loads)
+@given(layers=st.one_of(mixes, stacks(dictated, most=6)), options=outermost, load=loads)
 def test_block_outermost_caches(layers: list[Layer], options: EngineOptions, load: Load) -> None:
     compare(layers, options, load)
