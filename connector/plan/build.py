@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from connector.errors import ConfigError
 from connector.plan.geometry import Indices
-from connector.plan.join import Bundle, Join, Lane, block_unit
+from connector.plan.join import Join, Lane, block_unit
 from connector.plan.kinds import Kind, blocks_covering
 
 NULL_BLOCK = 0  # vLLM marks a position that holds nothing with block 0, on both sides
@@ -113,12 +113,13 @@ class Descriptors:
     """Rows of both sides, ordered so that neighbours merge.
 
     local, remote: int32 rows as `Join` numbers them. starts: bool, true where a row does not merge with the one before
-    it. num_bytes: total.
+    it. num_pages: pages that the rows hold; a row holds several where layers lie side by side. num_bytes: total.
     """
 
     local: Indices
     remote: Indices
     starts: npt.NDArray[np.bool_]
+    num_pages: int
     num_bytes: int
 
     def __len__(self) -> int:
@@ -140,57 +141,47 @@ class Descriptors:
 def descriptors(pairs: Sequence[Pairs], join: Join) -> Descriptors:
     """Expand the pairs of all groups into rows of a join.
 
-    Within a bundle the rows of *all* its groups are sorted by P's address. Merging needs a successor on both sides, and
-    sorting puts every such successor next to its predecessor, so no order has fewer runs.
+    Within a strip the rows of *all* groups that use it are sorted by P's block. Merging needs a successor on both
+    sides, and sorting puts every such successor next to its predecessor, so no order has fewer runs.
     """
     rows_local, rows_remote, rows_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
-    num_bytes = 0
-    known: dict[tuple[object, ...], _Rows] = {}
-    for bundle in join.bundles:
-        if bundle.shape not in known:
-            known[bundle.shape] = _rows(pairs, join, bundle)
-        rows = known[bundle.shape]
-        rows_local.append(rows.local + bundle.strips.start * join.local.num_blocks)
-        rows_remote.append(rows.remote + bundle.strips.start * join.remote.num_blocks)
-        rows_starts.append(rows.starts)
-        num_bytes += rows.num_bytes
+    num_pages = num_bytes = 0
+    known: dict[tuple[tuple[int, int | None], ...], _Ordered] = {}
+    for strip, lanes in enumerate(join.lanes_of):
+        users = tuple((lane.group, lane.phase) for lane in lanes)
+        if users not in known:
+            known[users] = _ordered([_chosen(pairs[lane.group], lane.phase, _ratio(join, lane)) for lane in lanes])
+        rows = known[users]
+        rows_local.append(rows.local + strip * join.local.num_blocks)
+        rows_remote.append(rows.remote + strip * join.remote.num_blocks)
+        rows_starts.append(rows.starts if join.is_dense(strip) else np.ones(len(rows.starts), np.bool_))
+        num_pages += sum(lane.pages * count for lane, count in zip(lanes, rows.counts, strict=True))
+        num_bytes += len(rows.local) * join.local_strips[strip].num_bytes
     return Descriptors(
         np.concatenate(rows_local).astype(np.int32),
         np.concatenate(rows_remote).astype(np.int32),
         np.concatenate(rows_starts),
+        num_pages,
         num_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of one bundle, counted from its first strip."""
+class _Ordered:
+    """D's and P's blocks in the order of P's, where runs start, and how many blocks each lane has among them."""
 
     local: Indices
     remote: Indices
     starts: npt.NDArray[np.bool_]
-    num_bytes: int
+    counts: tuple[int, ...]
 
 
-def _rows(pairs: Sequence[Pairs], join: Join, bundle: Bundle) -> _Rows:
-    chosen = [_chosen(pairs[lane.group], lane.phase, _ratio(join, lane)) for lane in bundle.lanes]
-    counts = [len(remote) for remote, _ in chosen]
-    numbers = np.array([lane.strip - bundle.strips.start for lane in bundle.lanes])
-    strips = np.repeat(numbers, counts)
-    remote_ids = np.concatenate([remote for remote, _ in chosen])
-    local_ids = np.concatenate([local for _, local in chosen])
-    ours = [join.local_strips[index] for index in bundle.strips]
-    theirs = [join.remote_strips[index] for index in bundle.strips]
-    local_at = np.array([strip.base for strip in ours], np.int64)[strips] + local_ids * ours[0].stride
-    remote_at = np.array([strip.base for strip in theirs], np.int64)[strips] + remote_ids * theirs[0].stride
-    sizes = np.array([strip.num_bytes for strip in ours], np.int64)[strips]
-    order = np.argsort(remote_at, kind="stable")
-    return _Rows(
-        (strips * join.local.num_blocks + local_ids)[order],
-        (strips * join.remote.num_blocks + remote_ids)[order],
-        run_starts(local_at[order], remote_at[order], sizes[order]),
-        int(sizes.sum()),
-    )
+def _ordered(chosen: Sequence[tuple[Indices, Indices]]) -> _Ordered:
+    remote = np.concatenate([theirs for theirs, _ in chosen])
+    local = np.concatenate([ours for _, ours in chosen])
+    order = np.argsort(remote, kind="stable")
+    local, remote = local[order], remote[order]
+    return _Ordered(local, remote, run_starts(local, remote), tuple(len(ours) for _, ours in chosen))
 
 
 def _ratio(join: Join, lane: Lane) -> int:
@@ -207,12 +198,11 @@ def _chosen(pairs: Pairs, phase: int | None, ratio: int) -> tuple[Indices, Indic
     return pairs.remote[own], pairs.local[own]
 
 
-def run_starts(local: Indices, remote: Indices, sizes: Indices) -> npt.NDArray[np.bool_]:
-    """True where a row does not begin where the one before it ends, on both sides.
+def run_starts(local: Indices, remote: Indices) -> npt.NDArray[np.bool_]:
+    """True where a row does not continue the one before it by one block on both sides.
 
-    local, remote: addresses; sizes: bytes. Example: pages of 8 bytes at 32 40 48 72 and 8 16 24 32 give true false
-    false true: two runs.
+    Example: local 4 5 6 9, remote 1 2 3 4 gives true false false true: two runs.
     """
     starts = np.ones(len(local), np.bool_)
-    starts[1:] = (np.diff(local) != sizes[:-1]) | (np.diff(remote) != sizes[:-1])
+    starts[1:] = (np.diff(local) != 1) | (np.diff(remote) != 1)
     return starts

@@ -8,7 +8,7 @@ the logical blocks differ. What cannot be joined is refused by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from connector.errors import ConfigError
@@ -17,27 +17,16 @@ from connector.plan.geometry import Geometry, Group, Page, Strip
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A piece of a group's blocks that moves as one descriptor.
+    """A piece of a group's blocks that moves as one row.
 
     strip: index into `Join.strips`. phase: for blocks of unequal size, which of the smaller blocks within the larger
-    one this is; None where every pair of blocks moves it.
+    one this is; None where every pair of blocks moves it. pages: how many pages the piece holds, 1 or more.
     """
 
     group: int
     phase: int | None
     strip: int
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Strips of one region on either side, and the lanes that use them: rows that may merge with each other.
-
-    strips: consecutive indices. shape: equal for bundles whose rows differ by a shift only.
-    """
-
-    strips: range
-    lanes: tuple[Lane, ...]
-    shape: tuple[object, ...]
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -62,29 +51,16 @@ class Join:
         return tuple(self.remote.strip(remote) for _, remote in self.strips)
 
     @cached_property
-    def bundles(self) -> tuple[Bundle, ...]:
-        """The lanes by the pair of regions they join; strips are numbered so that a bundle's are consecutive."""
-        starts = [
-            index
-            for index, (local, remote) in enumerate(self.strips)
-            if not index or (local.region, remote.region) != _regions(self.strips[index - 1])
-        ]
-        by_strip: dict[int, list[Lane]] = {}
+    def lanes_of(self) -> tuple[tuple[Lane, ...], ...]:
+        """For each strip the lanes that use it: several groups where they share a region."""
+        found: list[list[Lane]] = [[] for _ in self.strips]
         for lane in self.lanes:
-            by_strip.setdefault(lane.strip, []).append(lane)
-        found = []
-        for first, last in zip(starts, [*starts[1:], len(self.strips)], strict=True):
-            strips = range(first, last)
-            lanes = tuple(lane for strip in strips for lane in by_strip[strip])
-            ours, theirs = _regions(self.strips[first])
-            shape = (
-                self.local.regions[ours].stride,
-                self.remote.regions[theirs].stride,
-                tuple((left.offset, right.offset, left.num_bytes) for left, right in self.strips[first:last]),
-                tuple((lane.group, lane.phase, lane.strip - first) for lane in lanes),
-            )
-            found.append(Bundle(strips, lanes, shape))
-        return tuple(found)
+            found[lane.strip].append(lane)
+        return tuple(map(tuple, found))
+
+    def is_dense(self, strip: int) -> bool:
+        """Whether a strip's rows touch each other on both sides. Only then, and within one strip, does NIXL merge."""
+        return all(side.num_bytes == side.stride for side in (self.local_strips[strip], self.remote_strips[strip]))
 
 
 def join(local: Geometry, remotes: Sequence[Geometry], *, rank: int = 0, ranks: int = 1) -> dict[int, Join]:
@@ -98,7 +74,7 @@ def join(local: Geometry, remotes: Sequence[Geometry], *, rank: int = 0, ranks: 
         raise ConfigError("The two engines have different cache groups.")
     preferred = rank * len(remotes) // ranks
     order = sorted(range(len(remotes)), key=lambda index: (index - preferred) % len(remotes))
-    pieces: dict[int, list[tuple[int, int | None, Page, Page]]] = {}
+    pieces: dict[int, list[_Piece]] = {}
     for index, group in enumerate(local.groups):
         needed = set(group.share.parts)
         for source in order:
@@ -107,8 +83,7 @@ def join(local: Geometry, remotes: Sequence[Geometry], *, rank: int = 0, ranks: 
             if held:
                 needed -= held
                 assert len(held) == max(held) - min(held) + 1, "ranks hold neighbouring heads"
-                cut = _cut(index, group, theirs, range(min(held), max(held) + 1))
-                pieces.setdefault(source, []).extend((index, *piece) for piece in cut)
+                pieces.setdefault(source, []).extend(_cut(index, group, theirs, range(min(held), max(held) + 1)))
         if needed:
             raise ConfigError(f"Group {index} ({group.kind.name}): no prefill rank holds parts {sorted(needed)}.")
     return {source: _numbered(local, remotes[source], pieces[source]) for source in sorted(pieces)}
@@ -127,26 +102,71 @@ def block_unit(local: int, remote: int) -> int:
     return small
 
 
-def _numbered(local: Geometry, remote: Geometry, pieces: Sequence[tuple[int, int | None, Page, Page]]) -> Join:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of a group's blocks, on both sides. pages: how many pages it holds, or is part of."""
+
+    group: int
+    phase: int | None
+    local: Page
+    remote: Page
+    pages: int = 1
+
+    def followed_by(self, other: _Piece) -> bool:
+        """Whether `other` begins where this ends, on both sides, for every block."""
+        return (
+            self.phase is None
+            and other.phase is None
+            and all(
+                one.region == two.region and one.offset + one.num_bytes == two.offset
+                for one, two in ((self.local, other.local), (self.remote, other.remote))
+            )
+        )
+
+    def with_next(self, other: _Piece) -> _Piece:
+        size = self.local.num_bytes + other.local.num_bytes
+        return replace(
+            self,
+            local=replace(self.local, num_bytes=size),
+            remote=replace(self.remote, num_bytes=size),
+            pages=self.pages + other.pages,
+        )
+
+
+def _numbered(local: Geometry, remote: Geometry, pieces: Sequence[_Piece]) -> Join:
     """Strips in the order of their regions, each once; lanes that point to them."""
     strips = sorted(
-        {(ours, theirs) for _, _, ours, theirs in pieces},
-        key=lambda pair: (*_regions(pair), pair[1].offset, pair[0].offset, pair[0].num_bytes),
+        {(piece.local, piece.remote) for piece in pieces},
+        key=lambda pair: tuple((page.region, page.offset, page.num_bytes) for page in pair),
     )
     if len(strips) * max(local.num_blocks, remote.num_blocks) >= 1 << 31:
         raise ConfigError(f"{len(strips)} strips of {max(local.num_blocks, remote.num_blocks)} blocks are too many.")
     numbers = {pair: number for number, pair in enumerate(strips)}
-    lanes = tuple(Lane(group, phase, numbers[ours, theirs]) for group, phase, ours, theirs in pieces)
+    lanes = tuple(Lane(piece.group, piece.phase, numbers[piece.local, piece.remote], piece.pages) for piece in pieces)
     return Join(local, remote, tuple(strips), lanes)
 
 
-def _regions(pair: tuple[Page, Page]) -> tuple[int, int]:
-    return pair[0].region, pair[1].region
-
-
-def _cut(index: int, ours: Group, theirs: Group, parts: range) -> Iterator[tuple[int | None, Page, Page]]:
-    """(phase, D's piece, P's piece) for every page of one group."""
+def _cut(index: int, ours: Group, theirs: Group, parts: range) -> list[_Piece]:
+    """The pieces of one group: its pages cut where they must be, and joined where they lie side by side."""
     name = f"Group {index} ({ours.kind.name})"
+    _require_alike(name, ours, theirs)
+    found: list[_Piece] = []
+    for mine, other in zip(ours.pages, theirs.pages, strict=True):
+        for phase, left, right, size in _pieces(name, _inside(ours, mine), _inside(theirs, other), parts):
+            piece = _Piece(
+                index,
+                phase,
+                Page(mine.region, mine.offset + left, size),
+                Page(other.region, other.offset + right, size),
+            )
+            if found and found[-1].followed_by(piece):
+                found[-1] = found[-1].with_next(piece)
+            else:
+                found.append(piece)
+    return found
+
+
+def _require_alike(name: str, ours: Group, theirs: Group) -> None:
     if ours.kind != theirs.kind:
         raise ConfigError(f"{name} is of another kind on the other side.", ours=ours.kind, theirs=theirs.kind)
     if len(ours.pages) != len(theirs.pages):
@@ -158,13 +178,6 @@ def _cut(index: int, ours: Group, theirs: Group, parts: range) -> Iterator[tuple
             theirs=f"{theirs.share.total} parts",
             remedy="Give both engines the same --tensor-parallel-size.",
         )
-    for mine, other in zip(ours.pages, theirs.pages, strict=True):
-        for phase, left, right, size in _pieces(name, _inside(ours, mine), _inside(theirs, other), parts):
-            yield (
-                phase,
-                Page(mine.region, mine.offset + left, size),
-                Page(other.region, other.offset + right, size),
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,7 +234,7 @@ class Loader:
             reason=reason,
             bytes_planned=running.rows.num_bytes,
             bytes_moved=moved,
-            descriptors_planned=len(running.rows),
+            descriptors_planned=running.rows.num_pages,
             runs_planned=running.rows.runs,
             descriptors_posted=sum(telemetry.descriptors for telemetry in done),
             retries=running.retries,

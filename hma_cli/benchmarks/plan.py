@@ -64,7 +64,7 @@ def measure(model: str, prompt_tokens: int, *, block_size: int, repeats: int) ->
         prompt_tokens=prompt_tokens,
         ours=statistics.median(seconds["ours"]),
         theirs=statistics.median(seconds["theirs"]),
-        our_rows=len(rows),
+        our_rows=rows.num_pages,
         our_runs=rows.runs,
         their_rows=len(theirs()),
     )

@@ -89,11 +89,11 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Our plan. regions: pairs of regions with anything to move, over all ranks."""
+    """Our plan. strips: of the joins, those with anything to move, over all ranks."""
 
     groups: tuple[GroupPlan, ...]
     total: Amount
-    regions: int
+    strips: int
 
 
 def ours(case: HandOver) -> Plan:
@@ -103,30 +103,30 @@ def ours(case: HandOver) -> Plan:
     pairs = _our_pairs(case, tables_p, tables_d)
     joins = _joins(case)
     amounts = [Amount() for _ in pairs]
-    total, regions = Amount(), 0
+    total, strips = Amount(), 0
     for joined in joins:
         rows = descriptors(pairs, joined)
-        total += Amount(len(rows), rows.runs, rows.num_bytes)
-        regions += sum(any(len(pairs[lane.group]) for lane in bundle.lanes) for bundle in joined.bundles)
+        total += Amount(rows.num_pages, rows.runs, rows.num_bytes)
+        strips += sum(any(len(pairs[lane.group]) for lane in lanes) for lanes in joined.lanes_of)
         for index in range(len(pairs)):
             alone = descriptors([pair if i == index else _NOTHING for i, pair in enumerate(pairs)], joined)
-            amounts[index] += Amount(len(alone), alone.runs, alone.num_bytes)
+            amounts[index] += Amount(alone.num_pages, alone.runs, alone.num_bytes)
     groups = tuple(
         GroupPlan(
             index=index, kind=table.kind, live=table.kind.live_range(case.handed_tokens), pairs=pair, amount=amount
         )
         for index, (table, pair, amount) in enumerate(zip(case.decode.tables, pairs, amounts, strict=True))
     )
-    return Plan(groups=groups, total=total, regions=regions)
+    return Plan(groups=groups, total=total, strips=strips)
 
 
 def lower_bound(case: HandOver, plan: Plan) -> Amount:
-    """Exactly the live tokens' bytes; as many descriptors as pages hold one; one run in each region."""
+    """Exactly the live tokens' bytes; as many descriptors as pages hold one; one run in each strip."""
     num_bytes = 0
     for table, layers, planned in zip(case.decode.tables, case.decode.data_bytes, plan.groups, strict=True):
         tokens = len(range(max(planned.live.start, case.cached_tokens), planned.live.stop))
         num_bytes += sum(table.kind.live_bytes(tokens, table.block_size, size) for size in layers)
-    return Amount(plan.total.descriptors, plan.regions, num_bytes * len(case.decode.ranks))
+    return Amount(plan.total.descriptors, plan.strips, num_bytes * len(case.decode.ranks))
 
 
 def in_tree(case: HandOver) -> Amount:
@@ -215,15 +215,19 @@ def _from_the_end(remote: Sequence[int], local: Sequence[int]) -> Pairs:
 
 
 def _in_their_order(pairs: Sequence[Pairs], joined: Join) -> Amount:
-    """Rows region by region, in each the groups one after another; beside states, group by group."""
+    """Rows strip by strip, in each the groups one after another; beside states, group by group.
+
+    Pages that lie side by side are rows of their own, which NIXL does not merge.
+    """
     has_states = any(group.kind == State() for group in joined.local.groups)
-    lanes = sorted(joined.lanes, key=lambda lane: (lane.group, lane.strip) if has_states else (lane.strip, lane.group))
-    sizes, local, remote = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for lane in lanes:
-        ours_strip, theirs = joined.local_strips[lane.strip], joined.remote_strips[lane.strip]
-        local.append(ours_strip.base + pairs[lane.group].local * ours_strip.stride)
-        remote.append(theirs.base + pairs[lane.group].remote * theirs.stride)
-        sizes.append(np.full(len(pairs[lane.group]), ours_strip.num_bytes, np.int64))
-    lengths = np.concatenate(sizes)
-    starts = run_starts(np.concatenate(local), np.concatenate(remote), lengths)
-    return Amount(len(lengths), int(np.count_nonzero(starts)), int(lengths.sum()))
+    total = Amount()
+    for strip, lanes in enumerate(joined.lanes_of):
+        for batch in [[lane] for lane in lanes] if has_states else [lanes]:
+            local, remote = (
+                np.concatenate([getattr(pairs[lane.group], side) for lane in batch]) for side in ("local", "remote")
+            )
+            rows = sum(lane.pages * len(pairs[lane.group]) for lane in batch)
+            merges = joined.is_dense(strip) and all(lane.pages == 1 for lane in batch)
+            runs = int(np.count_nonzero(run_starts(local, remote))) if merges else rows
+            total += Amount(rows, runs, len(local) * joined.local_strips[strip].num_bytes)
+    return total

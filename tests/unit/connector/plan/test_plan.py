@@ -243,16 +243,22 @@ def test_descriptors_are_every_page_of_every_pair_once(case: Case) -> None:
     joined = one(ours, theirs)
     rows = descriptors(pairs, joined)
     found = addresses(rows, joined)
-    assert len(found) == len(set(found))
-    assert set(found) == expected
+    page = ours.groups[0].pages[0].num_bytes
+    pages = [(here + at, there + at, page) for here, there, size in found for at in range(0, size, page)]
+    assert len(pages) == len(set(pages)) == rows.num_pages
+    assert set(pages) == expected
     assert rows.num_bytes == sum(size for _, _, size in found)
     assert rows.runs == merged(found)
 
 
 def merged(rows: Sequence[tuple[int, int, int]]) -> int:
-    """Runs of (local, remote, bytes) rows in their order, by addresses alone. Regions do not continue each other."""
+    """Runs of (local, remote, bytes) rows in their order, by addresses alone. Rows of unequal length never merge."""
     return sum(
-        not (index and all(rows[index - 1][side] + rows[index - 1][2] == row[side] for side in (0, 1)))
+        not (
+            index
+            and rows[index - 1][2] == row[2]
+            and all(rows[index - 1][side] + row[2] == row[side] for side in (0, 1))
+        )
         for index, row in enumerate(rows)
     )
 
@@ -271,14 +277,13 @@ def test_no_other_order_has_fewer_runs(local: list[int], remote: list[int], oute
 
 
 def test_run_starts_by_hand() -> None:
-    starts = run_starts(np.array([32, 40, 48, 72]), np.array([8, 16, 24, 32]), np.full(4, 8))
-    assert starts.tolist() == [True, False, False, True]
+    assert run_starts(np.array([4, 5, 6, 9]), np.array([1, 2, 3, 4])).tolist() == [True, False, False, True]
 
 
 def test_a_whole_block_of_all_layers_is_one_run_when_blocks_are_outermost() -> None:
     layout = interleaved([3], base=0, num_blocks=10)
     rows = descriptors([Pairs(np.array([2, 3, 7]), np.array([4, 5, 6]))], one(layout, layout))
-    assert (len(rows), rows.runs) == (9, 2)
+    assert (rows.num_pages, len(rows), rows.runs) == (9, 3, 2)
 
 
 @given(cases(), st.integers(1, 5))

@@ -84,7 +84,7 @@ def test_pages_arrive_and_merge_as_planned(reader: Any, local: list[int], remote
     expected[local] = np.array(remote, np.uint8)[:, None]
     assert (memory == expected).all()
     assert figures.num_bytes == len(local) * PAGE
-    assert figures.descriptors == int(run_starts(np.array(local), np.array(remote), np.ones(len(local))).sum())
+    assert figures.descriptors == int(run_starts(np.array(local), np.array(remote)).sum())
 
 
 def test_what_cannot_be_read_is_an_error_not_a_crash(reader: Any) -> None:
