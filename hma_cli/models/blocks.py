@@ -22,6 +22,9 @@ MemoryLayout = Literal["layer_compact", "block_outermost"]
 DEFAULT_BLOCK = 16
 """Tokens, where no backend wishes otherwise."""
 
+V4_BLOCK = 256
+"""Tokens: the only size that the indexer of DeepSeek-V4 takes, for its layers bring their own."""
+
 SPARSE_PART = "indexer"
 """The part of a layer that picks the latents to attend to."""
 
@@ -125,8 +128,8 @@ def blocks_of(layers: Sequence[Layer], options: EngineOptions) -> Blocks:
     if states and readers:
         block_size, padded_to = _align(states, readers, backends, block_size, notes)
     state_block = _state_block(block_size, readers, options, prefix_caching) if states else 0
-    if options.block_size is not None and not backends and state_block != options.block_size:
-        notes.append(f"block size {options.block_size} is not used: every layer has one of its own")
+    if options.block_size is not None and not backends:
+        notes += _unused(options.block_size, state_block, compressed=any(map(_compressed, readers)))
     return Blocks(
         pages=tuple(
             paged(layer, state_block, padded_to=padded_to)
@@ -164,6 +167,14 @@ def _engine_block(backends: Sequence[Backend], options: EngineOptions, notes: li
     if AMX_MLA in backends:
         notes.append("on a CPU without AMX vLLM reads latents in blocks of 16 only: this plan needs AMX")
     return block_size
+
+
+def _unused(block_size: int, state_block: int, *, compressed: bool) -> list[str]:
+    """What to say where no layer reads the engine's block size."""
+    if block_size == (V4_BLOCK if compressed else state_block):
+        return []
+    only = f", and vLLM starts DeepSeek-V4 with {V4_BLOCK} only" if compressed else ""
+    return [f"block size {block_size} is not used: every layer has one of its own{only}"]
 
 
 def _default_block(backends: Sequence[Backend]) -> int:
@@ -244,11 +255,11 @@ def _layout(readers: Sequence[Layer], kernels: Kernels, options: EngineOptions) 
     if compressed and layout != "block_outermost":
         raise ConfigError(
             "Compressed latents (DeepSeek-V4) lie beside each other within a block: vLLM 0.32 refuses other layouts.",
-            remedy="Use --memory-layout block_outermost, or leave it out.",
+            remedy="Use --memory-layout block-outermost, or leave it out.",
         )
     if layout == "block_outermost" and CPU_ATTN in kernels.all(readers):
         raise ConfigError(
-            "CPU_ATTN reads layer-compact caches only (LBHNC).", remedy="Use --memory-layout layer_compact."
+            "CPU_ATTN reads layer-compact caches only (LBHNC).", remedy="Use --memory-layout layer-compact."
         )
     return layout
 

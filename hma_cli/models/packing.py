@@ -46,7 +46,7 @@ class Bucket:
             raise ConfigError(
                 f"Layers of kind {self.layers[0].kind.name} have pages of different sizes in unequal numbers; vLLM "
                 "0.32 leaves some of them without a group when blocks lie outermost.",
-                remedy="Use --memory-layout layer_compact.",
+                remedy="Use --memory-layout layer-compact.",
             )
         patterns = list(zip(*self.by_page, strict=True))
         return [[layer for pattern in patterns[i::num_groups] for layer in pattern] for i in range(num_groups)]

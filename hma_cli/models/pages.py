@@ -183,7 +183,7 @@ class LatentPages:
             raise PageMisfit(
                 f"{self.layer.name}: a page of {self.page_bytes:,} bytes does not divide the largest page of "
                 f"{page_bytes:,} bytes, and pages of latents cannot be padded.",
-                remedy="Use --memory-layout block_outermost, which takes pages of different sizes.",
+                remedy="Use --memory-layout block-outermost, which takes pages of different sizes.",
             )
         if larger.page_bytes != page_bytes:
             raise self._unrounded(page_bytes)
@@ -193,7 +193,7 @@ class LatentPages:
         return ConfigError(
             f"{self.layer.name}: pages are rounded to {self.cache.page_multiple} bytes and cannot become "
             f"{page_bytes:,} bytes.",
-            remedy="Use --memory-layout block_outermost, which takes pages of different sizes.",
+            remedy="Use --memory-layout block-outermost, which takes pages of different sizes.",
         )
 
     def promoted(self, block_size: int) -> Paged:  # noqa: ARG002

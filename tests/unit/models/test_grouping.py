@@ -341,6 +341,9 @@ def test_dictated_blocks_stay_and_lie_outermost() -> None:
     assert [(g.kind, g.block_size) for g in found.groups] == [(Mla(128), 64), (Mla(), 256)]
     pages = [(g.layers[0].page_bytes, g.layers[0].data_bytes) for g in found.groups]
     assert pages == [(37440, 64 * 584), (37440, 64 * 584)]
-    assert found.notes == ("block size 16 is not used: every layer has one of its own",)
+    assert found.notes == (
+        "block size 16 is not used: every layer has one of its own, and vLLM starts DeepSeek-V4 with 256 only",
+    )
+    assert group_layers(stack(window, compressed), EngineOptions(block_size=256)).notes == ()
     with pytest.raises(ConfigError, match="refuses other layouts"):
         groups(stack(window, compressed), layout="layer_compact")
