@@ -14,11 +14,13 @@ COUNTERS = {
     "bytes_planned": "Bytes that the plans of ended loads move.",
     "bytes_moved": "Bytes that the transport reports as read, by its own telemetry.",
     "descriptors_planned": "Pages in the plans of ended loads.",
+    "runs_planned": "Descriptors that the plans of ended loads foresee, after merging neighbours.",
     "descriptors_posted": "Descriptors that the transport posted, after merging neighbours.",
     "retries": "Parts of a transfer that were posted again.",
     "claims_granted": "Claims that this engine granted.",
     "leases_expired": "Offers and claims whose lease ended on this engine.",
 }
+OUTCOMES = ("bytes_planned", "bytes_moved", "descriptors_planned", "runs_planned", "descriptors_posted", "retries")
 LABELLED = {
     "claims_refused": ("Claims that this engine refused.", ("reason",)),
     "fallbacks": ("Requests with a handle whose KV was not used, by reason and outcome.", ("reason", "outcome")),
@@ -51,7 +53,7 @@ class HmaStats(KVConnectorStats):
 
     def record(self, outcome: Outcome, fallback: str) -> None:
         """Count one ended load. fallback: what happens to a request whose load failed."""
-        for name in ("bytes_planned", "bytes_moved", "descriptors_planned", "descriptors_posted", "retries"):
+        for name in OUTCOMES:
             self.count(name, getattr(outcome, name))
         if outcome.ok:
             self.count("transfers")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from connector.errors import ConfigError
-from connector.plan.kinds import Kind
+from connector.plan.kinds import Kind, State
 from hma_cli.inspection.arena import KvLayout
 from hma_cli.inspection.comparison import Amount, HandOver, Plan, in_tree, lower_bound, ours, without_hma
 from hma_cli.inspection.engine import D_BASE, P_BASE, Engine, Memory, engine, in_tree_engine
@@ -80,6 +80,16 @@ class Inspection:
     totals: dict[str, Amount | None]
     reasons: dict[str, str]
     full: Grouping | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the figures should know: about the file, the groups, and what was not asked for."""
+        spans = any(group.kind == State() for group in self.groups) and not self.decode.prefix_caching
+        assumed = (
+            "without prefix caching a state's block spans the longest request; --max-model-len is not given, so that "
+            f"is the prompt: {self.request.prompt_tokens:,} tokens",
+        )
+        return (*self.config.notes, *self.decode.notes, *(assumed if spans and not self.request.max_model_len else ()))
 
     @cached_property
     def load(self) -> Load:

@@ -39,11 +39,11 @@ def _reason(case: HandOver, group: GroupPlan) -> str:
     if not breaks:
         return ""
     who = [
-        f"{name}'s block ids are not consecutive in {int(np.count_nonzero(broken)):,} places"
+        f"{name}'s block ids break off {_times(int(np.count_nonzero(broken)))}"
         for name, broken in (("P", remote), ("D", local & ~remote))
         if broken.any()
     ]
-    return f"{blocks:,} blocks move in {breaks + 1:,} runs a page: {', '.join(who)} ({_HISTORY[case.pool]})."
+    return f"{blocks:,} blocks move in {breaks + 1:,} runs a page, since {' and '.join(who)} ({_HISTORY[case.pool]})."
 
 
 def _gap(case: HandOver, group: GroupPlan) -> str:
@@ -62,10 +62,14 @@ def _gap(case: HandOver, group: GroupPlan) -> str:
     return ""
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
+
+
 def _named(indices: list[int]) -> str:
-    """`group 3`, `groups 0–5`, `groups 0, 2`."""
+    """`Group 3`, `Groups 0–5`, `Groups 0, 2`."""
     if len(indices) == 1:
-        return f"group {indices[0]}"
+        return f"Group {indices[0]}"
     if indices == list(range(indices[0], indices[-1] + 1)):
-        return f"groups {indices[0]}–{indices[-1]}"
-    return f"groups {', '.join(map(str, indices))}"
+        return f"Groups {indices[0]}–{indices[-1]}"
+    return f"Groups {', '.join(map(str, indices))}"

@@ -122,7 +122,7 @@ def document(found: Inspection) -> dict[str, Any]:
             "hma_tokens": found.capacity.tokens,
             "no_hma_tokens": found.full_capacity.tokens if found.full_capacity else None,
         },
-        "notes": [*found.config.notes, *decode.notes],
+        "notes": list(found.notes),
         "merging": list(reasons(found.case, found.plan.groups)),
     }
 
@@ -305,7 +305,7 @@ def _findings(found: Inspection) -> Iterator[Finding]:
         yield Finding(level="note", text=f"{NAMES[name]}: {reason}")
     for text in reasons(found.case, found.plan.groups):
         yield Finding(level="note", text=text)
-    for text in (*found.config.notes, *found.decode.notes):
+    for text in found.notes:
         yield Finding(level="note", text=f"{text[0].upper()}{text[1:]}{'' if text.endswith('.') else '.'}")
     yield from _source(found)
 

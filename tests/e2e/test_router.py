@@ -7,7 +7,10 @@ differ between a prefill and a decode of the same token, which would hide errors
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -119,6 +122,23 @@ def test_edge_lengths(client: httpx.Client, pair: Pair, length: int) -> None:
         "transfers": 1,
         "fallbacks": 0,
     }
+
+
+def test_inspect_plan_shows_what_the_running_pair_then_moves(client: httpx.Client, pair: Pair) -> None:
+    for server in (pair.prefill[0], pair.decode[0]):
+        length = 1100
+        words = ["--live", f"tcp://127.0.0.1:{server.control_port}", "--prompt-tokens", str(length), "--format", "json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "hma_cli", "inspect-plan", *words], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert shown["differences"] == []
+        assert shown["live"]["engine_id"]
+        assert shown["totals"]["hma"]["bytes"] == live_bytes(length)
+        before = counters(client, pair)
+        ask(client, pair.router_url, pair, random_prompt(length, seed=5))
+        assert moved_since(client, pair, before)["bytes_moved"] == shown["totals"]["hma"]["bytes"]
 
 
 def test_a_list_of_prompts_is_answered_one_by_one_from_kv_that_moved(client: httpx.Client, pair: Pair) -> None:

@@ -48,6 +48,8 @@ def test_every_edge_length_is_the_reference_and_moves_exactly_the_live_pages(
         expected = live_bytes(house[d], len(tokens))
         if not (moved["bytes_moved"] == moved["bytes_planned"] == expected) or moved["transfers"] != 1:
             misfits.append((name, moved["bytes_moved"], moved["bytes_planned"], expected))
+        if moved["descriptors_posted"] != moved["runs_planned"]:
+            misfits.append((name, moved["descriptors_posted"], moved["runs_planned"]))
     assert wrong == []
     assert misfits == []
     for engine in (house[p], house[d]):
@@ -66,6 +68,9 @@ def test_sixteen_at_once(house: House, reference: Reference, p: str, d: str) -> 
     expected = sum(live_bytes(house[d], n) for n in lengths)
     assert moved["bytes_moved"] == moved["bytes_planned"] == expected
     assert moved["transfers"] == 16
+    assert moved["descriptors_posted"] == moved["runs_planned"]
+    # Sixteen requests that come and go leave pools in which blocks neither all merge nor all lie alone.
+    assert 16 * 2 < moved["runs_planned"] < moved["descriptors_planned"]
     assert "fallbacks" not in moved or moved["fallbacks"] == before["stats"].get("fallbacks", {})
     for engine in (house[p], house[d]):
         engine.wait_free()
