@@ -79,13 +79,14 @@ def compared(one: Inspection, other: Inspection) -> Result:
     left_tokens, right_tokens = one.capacity.tokens, other.capacity.tokens
     rows.append(("KV capacity, tokens", left_tokens, right_tokens, _times(right_tokens, left_tokens)))
     title = f"{one.request.prompt_tokens:,} prompt tokens"
+    columns = ("", one.config.name, other.config.name, "ratio")
     return Result(
         schema=SCHEMA,
         data=document(one) | {"compare": document(other)},
         tables=(
             _groups(one),
             _groups(other),
-            Table(title=title, columns=("", one.config.name, other.config.name, "ratio"), rows=tuple(rows)),
+            Table(title=title, columns=columns, rows=tuple(rows), right=columns[1:]),
         ),
         records=(*_records(one), *_records(other)),
         findings=(*_source(one), *_source(other)),
