@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from connector.errors import ModelError
-from hma_cli.models.classes import CLASSES, ConfigClass
+from hma_cli.models.classes import CLASSES
 from hma_cli.models.fields import Fields, Used
 
 _MAX_NAME = 200
@@ -76,7 +76,7 @@ class ModelConfig:
             model=self.name,
             values=values,
             path=path,
-            config_class=_class_of(found or model_types[0]),
+            config_class=CLASSES[found or model_types[0]],
             used=self._used,
         )
 
@@ -99,7 +99,3 @@ def parse(values: object, *, name: str, source: str, notes: tuple[str, ...] = ()
     config = ModelConfig(name=label, architecture=first, values=values, source=source, notes=notes)
     config.root.record("architectures", first, "config.json")
     return config
-
-
-def _class_of(model_type: str) -> ConfigClass:
-    return CLASSES[model_type]
