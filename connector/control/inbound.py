@@ -23,6 +23,7 @@ from connector.wire.messages import (
     Described,
     EngineDescription,
     Granted,
+    NotYet,
     Refused,
     Release,
     Renew,
@@ -73,6 +74,7 @@ class Inbound:
         self._peers: dict[Endpoint, Peer] = {}
         self._asking: dict[Endpoint, list[InboundClaim]] = {}
         self._renew_at: dict[Endpoint, float] = {}
+        self._early: list[tuple[float, Peer, InboundClaim]] = []  # claims to ask again, and when
         self._dropped: list[str] = []
         self._rpc: Rpc | None = None
 
@@ -162,8 +164,17 @@ class Inbound:
     # Called by the client's thread -------------------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        """Renew what is due, one message a peer. Returns when to be called again, None when no claim is held."""
+        """Renew what is due, one message a peer, and ask again what was asked too early.
+
+        Returns when to be called again, None when there is nothing to wait for.
+        """
         with self._lock:
+            early, self._early = self._early, []
+            for entry in early:
+                if entry[0] > now:
+                    self._early.append(entry)
+                elif entry[2].state is State.ASKED:
+                    self._claim(*entry[1:])
             held: dict[Endpoint, dict[str, InboundClaim]] = {}
             for claim in self._claims.values():
                 endpoint = self._endpoint(claim.handle)
@@ -172,7 +183,8 @@ class Inbound:
             for endpoint, claims in held.items():
                 if now >= self._renew_at.get(endpoint, 0.0):
                     self._renew(endpoint, claims, now)
-            return min((self._renew_at[endpoint] for endpoint in held), default=None)
+            times = [self._renew_at[endpoint] for endpoint in held] + [at for at, _, _ in self._early]
+            return min(times, default=None)
 
     # Internals ---------------------------------------------------------------------------------------------------
 
@@ -244,6 +256,9 @@ class Inbound:
                     self._release(claim)
                 elif self._renew_at.get(peer.endpoint, 0.0) <= sent_at:
                     self._renew_at[peer.endpoint] = sent_at + reply.valid_seconds / 3
+                return
+            if isinstance(reply, NotYet):
+                self._early.append((self._clock() + reply.seconds, peer, claim))
                 return
             reason, detail = _reason(reply)
             claim.refused(reason, detail)

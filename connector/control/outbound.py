@@ -13,6 +13,7 @@ from connector.wire.messages import (
     Described,
     EngineDescription,
     Granted,
+    NotYet,
     Refused,
     Release,
     Released,
@@ -38,6 +39,11 @@ class Outbound:
         """Record an offer; its blocks stay until `take_freed` returns its id."""
         with self._lock:
             self._table.add(offer, self._clock())
+
+    def publish(self, request_id: str, digests: tuple[bytes, ...]) -> None:
+        """The worker has computed the digests of an offer's pages; claims of it are answered from now on."""
+        with self._lock:
+            self._table.publish(request_id, digests)
 
     def take_freed(self) -> list[str]:
         """Requests whose blocks the engine may free now, after expiring what is over."""
@@ -79,10 +85,10 @@ class Outbound:
             assert isinstance(request, Release)
             return Released(request_ids=self._table.release(request.request_ids, request.claimant, now))
 
-    def _claim(self, claim: Claim, now: float) -> Granted | Refused:
+    def _claim(self, claim: Claim, now: float) -> Granted | NotYet | Refused:
         reply = self._table.claim(claim, now, self._fingerprint)
         if isinstance(reply, Granted):
             self._granted += 1
-        else:
+        elif isinstance(reply, Refused):
             self._refused[reply.reason] += 1
         return reply

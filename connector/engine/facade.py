@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.engine.gate import check_interface
-from connector.engine.metadata import RankMetadata, StepMetadata
+from connector.engine.metadata import RankMetadata, StepMetadata, WorkerMetadata
 from connector.engine.metrics import HmaPromMetrics, HmaStats
 from connector.engine.scheduler import SchedulerSide
 from connector.engine.settings import settings_from
@@ -136,6 +136,9 @@ class HmaNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._working.results()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        return self._working.take_metadata()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before vLLM schedules their request: there is nothing to wait for in a layer."""

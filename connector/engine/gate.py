@@ -19,6 +19,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "wait_for_save": (),
     "get_transfer_results": ("finished_req_ids",),
+    "build_connector_worker_meta": (),
     "get_handshake_metadata": (),
     "set_xfer_handshake_metadata": ("metadata",),
     "get_kv_connector_stats": (),

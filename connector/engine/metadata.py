@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from connector.plan.geometry import Geometry
 from connector.transport.loader import Load, PeerMemory
@@ -28,6 +32,7 @@ class StepMetadata(KVConnectorMetadata):
     peers: memory of peers that loads of this step need, by epoch. loads: to start now. leases: `valid_until` of loads
     under way, by request. cancelled: loads whose request has left. refused: requests that fail, because their claim was
     refused and the policy is `fail`. freed: P's requests whose blocks go back. dropped: epochs of peers that are gone.
+    published: P's requests whose offered pages need digests, with the offered block ids by group.
     """
 
     peers: dict[str, PeerMemory] = field(default_factory=dict)
@@ -37,3 +42,15 @@ class StepMetadata(KVConnectorMetadata):
     refused: list[str] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    published: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker to scheduler, after a step. digests: of offered pages, by request and group."""
+
+    digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        assert isinstance(other, WorkerMetadata), "all ranks run this connector"
+        return WorkerMetadata(self.digests | other.digests)

@@ -17,12 +17,25 @@ COUNTERS = {
     "runs_planned": "Descriptors that the plans of ended loads foresee, after merging neighbours.",
     "descriptors_posted": "Descriptors that the transport posted, after merging neighbours.",
     "retries": "Parts of a transfer that were posted again.",
+    "rows_again": "Rows of failed parts that were posted again.",
+    "bytes_again": "Bytes that were read again because a page's digest was wrong.",
     "claims_granted": "Claims that this engine granted.",
     "leases_expired": "Offers and claims whose lease ended on this engine.",
 }
-OUTCOMES = ("bytes_planned", "bytes_moved", "descriptors_planned", "runs_planned", "descriptors_posted", "retries")
+OUTCOMES = (
+    "bytes_planned",
+    "bytes_moved",
+    "bytes_again",
+    "descriptors_planned",
+    "runs_planned",
+    "descriptors_posted",
+    "retries",
+    "rows_again",
+)
 LABELLED = {
     "claims_refused": ("Claims that this engine refused.", ("reason",)),
+    "part_failures": ("Posts of one part of a transfer that failed, by kind.", ("kind",)),
+    "faults_injected": ("Faults that the `faults` setting injected, by name.", ("fault",)),
     "fallbacks": ("Requests with a handle whose KV was not used, by reason and outcome.", ("reason", "outcome")),
 }
 HISTOGRAMS = {
@@ -55,6 +68,8 @@ class HmaStats(KVConnectorStats):
         """Count one ended load. fallback: what happens to a request whose load failed."""
         for name in OUTCOMES:
             self.count(name, getattr(outcome, name))
+        for kind, amount in outcome.failures.items():
+            self.count_labelled("part_failures", kind, amount=amount)
         if outcome.ok:
             self.count("transfers")
             self.observe("transfer_seconds", outcome.transfer_seconds)

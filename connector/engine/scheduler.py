@@ -18,15 +18,16 @@ from connector.control.inbound import Inbound
 from connector.control.outbound import Outbound
 from connector.control.peers import AllowedPeers, own_host
 from connector.control.server import ControlServer
-from connector.engine.metadata import RankMetadata, StepMetadata
+from connector.engine.metadata import RankMetadata, StepMetadata, WorkerMetadata
 from connector.engine.metrics import GAUGE, HmaStats
 from connector.engine.prompts import computes_whole_prompt, shorten_prompt, transfer_digest, transferable
 from connector.engine.settings import Settings
 from connector.engine.specs import comparable_fields
 from connector.errors import ConfigError
-from connector.plan.build import Blocks, live_blocks, pair_blocks
+from connector.plan.build import Blocks, Pairs, live_blocks, pair_blocks
 from connector.plan.capacity import capacity
 from connector.plan.geometry import Geometry
+from connector.transport.digests import cut_out
 from connector.transport.loader import Load, PeerMemory
 from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.codec import Codec, key_from_environment
@@ -36,6 +37,7 @@ from connector.wire.messages import (
     PROTOCOL,
     CapacityDescription,
     EngineDescription,
+    Granted,
     RankDescription,
 )
 from connector.wire.offers import Offer, parent_of
@@ -198,8 +200,11 @@ class SchedulerSide:
                 digest=digest,
                 num_tokens=num_tokens,
                 blocks=blocks,
+                digests=None if self._settings.verify_pages else (),
             )
         )
+        if self._settings.verify_pages:
+            self._step.published[request.request_id] = tuple(group.ids for group in blocks)
         handle = Handle(
             engine_id=self._engine_id,
             epoch=self._epoch,
@@ -225,9 +230,15 @@ class SchedulerSide:
         return step
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """Loads have ended. Reports of requests that are not awaited never reach vLLM, which would assert on them."""
-        if self._inbound is None:
+        """Digests are there, loads have ended.
+
+        Reports of requests that are not awaited never reach vLLM, which would assert on them.
+        """
+        if self._inbound is None or self._outbound is None:
             return
+        if isinstance(output.kv_connector_worker_meta, WorkerMetadata):
+            for request_id, digests in output.kv_connector_worker_meta.digests.items():
+                self._outbound.publish(request_id, digests)
         for name in ("finished_recving", "failed_recving"):
             reported = getattr(output, name) or set()
             if stray := reported - self._reported:
@@ -265,7 +276,9 @@ class SchedulerSide:
             role=str(self._transfer.kv_role),
             model=str(config.model_config.model),
             versions={"hma": __version__, "vllm": vllm.__version__, "protocol": str(PROTOCOL)},
-            fields=comparable_fields(config, rank.layout, PROTOCOL, vllm.__version__),
+            fields=comparable_fields(
+                config, rank.layout, PROTOCOL, vllm.__version__, verify_pages=self._settings.verify_pages
+            ),
             groups=described_groups(geometry),
             ranks=(
                 RankDescription(
@@ -310,7 +323,23 @@ class SchedulerSide:
                 self._geometry.groups, peer.groups, claim.grant.groups, blocks.get_block_ids(), strict=True
             )
         )
-        return Load(request_id=claim.request_id, epoch=claim.handle.epoch, pairs=pairs, valid_until=claim.valid_until)
+        return Load(
+            request_id=claim.request_id,
+            epoch=claim.handle.epoch,
+            pairs=pairs,
+            valid_until=claim.valid_until,
+            digests=self._digests_of(pairs, claim.grant) if self._settings.verify_pages else (),
+        )
+
+    def _digests_of(self, pairs: tuple[Pairs, ...], grant: Granted) -> tuple[bytes, ...]:
+        """Of what P published, the digests of the blocks that move. Both engines have equal block sizes."""
+        assert self._geometry is not None
+        return tuple(
+            cut_out(
+                offered.digests, len(group.pages), pair.first - offered.first, pair.first - offered.first + len(pair)
+            )
+            for group, pair, offered in zip(self._geometry.groups, pairs, grant.groups, strict=True)
+        )
 
     def _refuse(self, claim: InboundClaim, reason: str) -> None:
         """Blocks are allocated but will not be loaded: have the worker report the request as failed."""

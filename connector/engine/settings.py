@@ -22,6 +22,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     claim_timeout: seconds until D treats an unanswered claim as refused.
     allowed_peers: hosts and networks that a handle may name.
     backends: NIXL plugins. part_runs: merged descriptors in one part. max_attempts: posts of one part.
+    read_timeout: seconds until a read that does not end counts as failed.
+    verify_pages: P publishes a digest of each page, D compares; needs it on both engines, and host memory.
+    faults: misfortunes to inject into D's reads (`transport.faulty`), for tests and rehearsals.
     """
 
     control_host: str = "127.0.0.1"
@@ -32,7 +35,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_peers: tuple[str, ...] = LOOPBACK
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
     part_runs: Annotated[int, Meta(ge=1, le=65536)] = 1024
-    max_attempts: Annotated[int, Meta(ge=1, le=16)] = 3
+    max_attempts: Annotated[int, Meta(ge=1, le=16)] = 4
+    read_timeout: Annotated[float, Meta(gt=0, le=3600)] = 20.0
+    verify_pages: bool = False
+    faults: str = ""
 
 
 def settings_from(extra_config: Mapping[str, Any]) -> Settings:

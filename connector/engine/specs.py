@@ -92,7 +92,9 @@ def layout_of(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> str:
     return f"{cache.kv_cache_layout or 'default'} {' '.join(sorted(inner))}"
 
 
-def comparable_fields(config: VllmConfig, layout: str, protocol: int, vllm_version: str) -> dict[str, str]:
+def comparable_fields(
+    config: VllmConfig, layout: str, protocol: int, vllm_version: str, *, verify_pages: bool
+) -> dict[str, str]:
     """What must be equal on both sides, by name, beside the groups themselves."""
     model = config.model_config
     draft = config.speculative_config
@@ -107,6 +109,7 @@ def comparable_fields(config: VllmConfig, layout: str, protocol: int, vllm_versi
         "draft_model": str(draft.method) if draft is not None and has_draft_model else "none",
         "connector": f"hma protocol {protocol}",
         "vllm": vllm_version,
+        "verify_pages": "on" if verify_pages else "off",
     }
 
 

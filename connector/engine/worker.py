@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from connector.engine.metadata import RankMetadata, StepMetadata
+from connector.engine.metadata import RankMetadata, StepMetadata, WorkerMetadata
 from connector.engine.metrics import HmaStats
 from connector.engine.settings import Settings
 from connector.engine.specs import geometry_from, layout_of, memory_of
+from connector.errors import ConfigError
+from connector.transport.base import Transport
+from connector.transport.digests import published
+from connector.transport.faulty import Faults, FaultyTransport
 from connector.transport.loader import Loader
 from connector.transport.nixl import NixlTransport
+from connector.transport.parts import Recovery
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+logger = logging.getLogger("vllm.hma")
 
 
 class WorkerSide:
@@ -28,12 +37,13 @@ class WorkerSide:
         self._cache, self._settings = cache, settings
         recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._fallback = "recomputed" if recomputes else "failed"
-        self._transport: NixlTransport | None = None
+        self._transport: Transport | None = None
         self._loader: Loader | None = None
         self._rank: RankMetadata | None = None
         self._freed: set[str] = set()
         self._refused: set[str] = set()
         self._stats = HmaStats()
+        self._digests: dict[str, tuple[bytes, ...]] = {}
         ask_for_amx()
 
     @property
@@ -46,12 +56,13 @@ class WorkerSide:
         geometry = geometry_from(self._cache, tensors)
         memory = memory_of(tensors)
         layout = layout_of(self._cache, tensors)
-        transport = NixlTransport(memory, self._settings.backends)
+        if self._settings.verify_pages and memory != "DRAM":
+            raise ConfigError(f"Pages in {memory} cannot be verified.", remedy="Leave verify_pages off.")
+        transport = self._with_faults(NixlTransport(memory, self._settings.backends))
         connection = transport.register(geometry.regions)
         self._transport = transport
-        self._loader = Loader(
-            transport, geometry, max_runs=self._settings.part_runs, max_attempts=self._settings.max_attempts
-        )
+        recovery = Recovery(max_attempts=self._settings.max_attempts, read_timeout=self._settings.read_timeout)
+        self._loader = Loader(transport, geometry, max_runs=self._settings.part_runs, recovery=recovery)
         self._rank = RankMetadata(
             transport=transport.kind, memory=memory, connection=connection, layout=layout, geometry=geometry
         )
@@ -69,6 +80,9 @@ class WorkerSide:
             self._loader.extend(request_id, valid_until)
         for request_id in meta.cancelled:
             self._loader.cancel(request_id)
+        for request_id, blocks in meta.published.items():
+            assert self._rank is not None, "the caches are registered"
+            self._digests[request_id] = published(self._rank.geometry, blocks)
         self._freed.update(meta.freed)
         self._refused.update(meta.refused)
 
@@ -85,12 +99,29 @@ class WorkerSide:
                 results.failed_recving.add(outcome.request_id)
         return results
 
+    def take_metadata(self) -> WorkerMetadata | None:
+        """Digests computed since the last call, None when there are none."""
+        if not self._digests:
+            return None
+        digests, self._digests = self._digests, {}
+        return WorkerMetadata(digests)
+
     def take_stats(self) -> HmaStats | None:
         """Counts since the last call, None when there are none."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, HmaStats()
         return stats
+
+    def _with_faults(self, transport: Transport) -> Transport:
+        """The transport with the faults that the settings ask for, if they do."""
+        if not self._settings.faults:
+            return transport
+        logger.warning("Faults are injected into this engine's reads: %s", self._settings.faults)
+        faults = Faults.parse(self._settings.faults)
+        return FaultyTransport(
+            transport, faults, on_fault=lambda name: self._stats.count_labelled("faults_injected", name)
+        )
 
     def close(self) -> None:
         if self._loader is not None:

@@ -1,32 +1,42 @@
 """D's loads: the plan's parts posted, polled, retried and judged. No vLLM in here.
 
-A load is reported exactly once, after every one of its reads has ended. It succeeded only if every part is done, the
-transport moved exactly the plan's bytes, and the claim was still good when that had been seen.
+A load is reported exactly once, after every one of its reads has ended. A part that fails is posted again, after a
+pause and where possible over a new connection, as long as the claim is good; the other parts are left alone. A load
+succeeded only if every part is done, the transport moved exactly the plan's bytes, the pages are those that P published
+(where it did), and the claim was still good when all that had been seen.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from connector.control.clock import Clock, lease_clock
 from connector.errors import ConfigError, HmaError, TransportError
 from connector.plan.build import Descriptors, Pairs, descriptors
 from connector.plan.geometry import Geometry, Indices
 from connector.plan.join import Join, join
-from connector.transport.base import Connection, Progress, Read, Telemetry, Transport
+from connector.transport.base import Connection, Transport
+from connector.transport.digests import differing_rows
+from connector.transport.parts import Failure, Part, Recovery
 
 logger = logging.getLogger("vllm.hma.loads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One request's hand-over. pairs: for each group. valid_until: end of the claim, lease clock."""
+    """One request's hand-over. pairs: for each group. valid_until: end of the claim, lease clock. digests: for each
+    group those of its pairs' pages, empty where pages are not verified."""
 
     request_id: str
     epoch: str
     pairs: tuple[Pairs, ...]
     valid_until: float
+    digests: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +49,11 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `lease`, `bytes`, `plan`,
+    """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `digest`, `lease`, `bytes`, `plan`,
     `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted;
-    runs_planned: what the posted ones should be.
+    runs_planned: what the posted ones should be. failures: posts that failed, by kind; each was followed by another one
+    unless the load failed. retries: parts that were
+    posted again, and rows_again: their rows. bytes_again: bytes that replaced wrong pages.
     post_seconds: inside the transport's post calls. transfer_seconds: of the longest part, from its post to
     its end as the transport saw it.
     """
@@ -53,7 +65,10 @@ class Outcome:
     descriptors_planned: int = 0
     runs_planned: int = 0
     descriptors_posted: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
     retries: int = 0
+    rows_again: int = 0
+    bytes_again: int = 0
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
@@ -63,29 +78,31 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Part:
-    local: Indices
-    remote: Indices
-    read: Read | None = None
-    done: Telemetry | None = None
-    attempts: int = 0
-    failed: bool = False
-
-
-@dataclass(slots=True)
 class _Running:
+    """A load under way. failures: of single posts, by name. checked: times that its pages' digests were compared."""
+
     load: Load
     rows: Descriptors
-    parts: list[_Part]
+    parts: list[Part]
     valid_until: float
     reason: str = ""
     retries: int = 0
+    rows_again: int = 0
+    checked: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Peer:
+    memory: PeerMemory
+    join: Join
+    connection: Connection
 
 
 class Loader:
     """All loads of one rank. Single-threaded: the worker's step calls it.
 
-    max_runs: runs in a part. max_attempts: posts of one part, the first among them.
+    max_runs: runs in a part.
     """
 
     def __init__(
@@ -94,12 +111,12 @@ class Loader:
         geometry: Geometry,
         *,
         max_runs: int = 1024,
-        max_attempts: int = 3,
+        recovery: Recovery | None = None,
         clock: Clock = lease_clock,
     ) -> None:
         self._transport, self._geometry = transport, geometry
-        self._max_runs, self._max_attempts, self._clock = max_runs, max_attempts, clock
-        self._peers: dict[str, tuple[Connection, Join]] = {}
+        self._max_runs, self._recovery, self._clock = max_runs, recovery or Recovery(), clock
+        self._peers: dict[str, _Peer] = {}
         self._leaving: set[str] = set()
         self._running: dict[str, _Running] = {}
         self._ended: list[Outcome] = []
@@ -114,8 +131,7 @@ class Loader:
             return
         try:
             joined = join(self._geometry, [memory.geometry])[0]
-            connection = self._transport.connect(memory.connection, joined.local_strips, joined.remote_strips)
-            self._peers[epoch] = (connection, joined)
+            self._peers[epoch] = _Peer(memory, joined, self._open(memory, joined))
         except (ConfigError, TransportError) as error:
             logger.error("Prefill engine %s cannot be connected: %s", epoch, error)
 
@@ -130,18 +146,18 @@ class Loader:
         if load.epoch not in self._peers:
             self._ended.append(Outcome(request_id=load.request_id, reason="transfer"))
             return
-        connection, joined = self._peers[load.epoch]
+        peer = self._peers[load.epoch]
         try:
-            rows = descriptors(load.pairs, joined)
+            rows = descriptors(load.pairs, peer.join)
         except (HmaError, ValueError, IndexError) as error:
             logger.error("The plan of request %s cannot be built: %s", load.request_id, error)
             self._ended.append(Outcome(request_id=load.request_id, reason="plan"))
             return
-        parts = [_Part(local, remote_rows) for local, remote_rows in rows.parts(self._max_runs)]
+        parts = [Part(local, remote, _num_bytes(peer.join, local)) for local, remote in rows.parts(self._max_runs)]
         running = _Running(load, rows, parts, load.valid_until)
         self._running[load.request_id] = running
         for part in parts:
-            self._post(running, part, connection)
+            self._post(running, part, peer)
 
     def extend(self, request_id: str, valid_until: float) -> None:
         """The claim of a load has been renewed, or lost (0)."""
@@ -159,7 +175,7 @@ class Loader:
         for running in list(self._running.values()):
             if now >= running.valid_until:
                 running.reason = running.reason or "lease"
-            if self._all_ended(running):
+            if self._advance(running, now):
                 del self._running[running.load.request_id]
                 self._ended.append(self._judge(running))
         self._drop_leaving()
@@ -167,64 +183,110 @@ class Loader:
         return ended
 
     def close(self) -> None:
-        """End every read, then forget every peer. Reads that cannot be ended are left to the transport's own end."""
+        """End every read, then forget every peer."""
         for running in self._running.values():
             for part in running.parts:
-                if part.read is not None:
-                    part.read.close()
+                part.stop()
         self._running.clear()
-        for connection, _ in self._peers.values():
-            connection.close()
+        for peer in self._peers.values():
+            peer.connection.close()
         self._peers.clear()
 
-    def _post(self, running: _Running, part: _Part, connection: Connection) -> None:
-        part.attempts += 1
-        part.failed = False
-        try:
-            part.read = connection.read(part.local, part.remote)
-        except TransportError as error:
-            logger.warning("A read of request %s was not posted: %s", running.load.request_id, error)
-            part.read, part.failed = None, True
+    def _open(self, memory: PeerMemory, joined: Join) -> Connection:
+        return self._transport.connect(memory.connection, joined.local_strips, joined.remote_strips)
 
-    def _all_ended(self, running: _Running) -> bool:
-        """Advance every part. True when nothing is being written any more and nothing will be posted again."""
+    def _post(self, running: _Running, part: Part, peer: _Peer) -> None:
+        part.post(peer.connection, self._clock(), self._recovery)
+        self._note(running, part)
+
+    def _note(self, running: _Running, part: Part) -> None:
+        if part.failure is not None:
+            running.failures[part.failure] += 1
+            logger.warning(
+                "Request %s: a part of %d rows %s (post %d) %s",
+                running.load.request_id,
+                len(part.local),
+                part.failure,
+                part.attempts,
+                part.detail,
+            )
+
+    def _advance(self, running: _Running, now: float) -> bool:
+        """Look at every part and repeat what failed. True when nothing is written any more and nothing will be."""
         for part in running.parts:
-            if part.read is not None:
-                self._look(running, part)
-            if part.failed and not running.reason:
+            was_quiet = part.is_quiet
+            part.look(now, self._recovery, wanted=not running.reason)
+            if part.is_quiet and not was_quiet:
+                self._note(running, part)
+        for part in running.parts:
+            if part.failure is not None and not running.reason and now >= part.retry_at:
                 self._retry(running, part)
-        given_up = bool(running.reason)
-        return all(part.read is None and (given_up or part.done is not None) for part in running.parts)
+        if not all(part.is_quiet for part in running.parts):
+            return False
+        if running.reason:
+            return True
+        return all(part.done is not None for part in running.parts) and self._is_intact(running, now)
 
-    def _look(self, running: _Running, part: _Part) -> None:
-        assert part.read is not None
-        progress = part.read.poll()
-        if progress is Progress.DONE:
-            part.done = part.read.telemetry()
-        elif progress is Progress.FAILED:
-            part.failed = True
-        elif not running.reason:
-            return
-        # Ended, or no longer wanted: a pending read is cancelled, and awaited when it cannot be.
-        if part.read.close():
-            part.read = None
-            part.failed = part.done is None
-
-    def _retry(self, running: _Running, part: _Part) -> None:
+    def _retry(self, running: _Running, part: Part) -> None:
         peer = self._peers.get(running.load.epoch)
-        if part.attempts >= self._max_attempts or peer is None or running.load.epoch in self._leaving:
+        if part.attempts >= self._recovery.max_attempts or peer is None or running.load.epoch in self._leaving:
+            running.reason = "digest" if part.failure is Failure.DIGEST else "transfer"
+            return
+        if part.connection is peer.connection:
+            self._renew(running.load.epoch, peer)
+        running.retries += 1
+        running.rows_again += len(part.local)
+        self._post(running, part, peer)
+
+    def _renew(self, epoch: str, peer: _Peer) -> None:
+        """Connect to a peer anew after a failure, unless other reads use the connection."""
+        parts = [p for running in self._running.values() if running.load.epoch == epoch for p in running.parts]
+        if not all(part.is_quiet for part in parts):
+            return
+        try:
+            peer.connection.close()
+            peer.connection = self._open(peer.memory, peer.join)
+        except TransportError as error:
+            logger.warning("Prefill engine %s cannot be connected anew: %s", epoch, error)
+
+    def _is_intact(self, running: _Running, now: float) -> bool:
+        """Compare the digests, where there are any. Pages that differ become parts of their own, and move again."""
+        if not running.load.digests:
+            return True
+        peer = self._peers.get(running.load.epoch)
+        if peer is None:
             running.reason = "transfer"
-        else:
-            running.retries += 1
-            self._post(running, part, peer[0])
+            return True
+        try:
+            local, remote = differing_rows(peer.join, running.load.pairs, running.load.digests)
+        except ConfigError as error:
+            logger.error("Request %s: %s", running.load.request_id, error)
+            running.reason = "digest"
+            return True
+        if not len(local):
+            return True
+        running.checked += 1
+        part = Part(
+            local,
+            remote,
+            _num_bytes(peer.join, local),
+            is_repair=True,
+            attempts=running.checked,
+            failure=Failure.DIGEST,
+            retry_at=now + self._recovery.pause(running.checked),
+        )
+        self._note(running, part)
+        running.parts.append(part)
+        return False
 
     def _judge(self, running: _Running) -> Outcome:
-        done = [part.done for part in running.parts if part.done is not None]
-        moved = sum(telemetry.num_bytes for telemetry in done)
+        ended = [(part, part.done) for part in running.parts if part.done is not None]
+        done = [telemetry for _, telemetry in ended]
+        moved = sum(telemetry.num_bytes for part, telemetry in ended if not part.is_repair)
         reason = running.reason
         if not reason and self._clock() >= running.valid_until:
             reason = "lease"
-        if not reason and moved != running.rows.num_bytes:
+        if not reason and any(telemetry.num_bytes != part.num_bytes for part, telemetry in ended):
             logger.error(
                 "Request %s: %d bytes planned, %d moved", running.load.request_id, running.rows.num_bytes, moved
             )
@@ -237,7 +299,10 @@ class Loader:
             descriptors_planned=running.rows.num_pages,
             runs_planned=running.rows.runs,
             descriptors_posted=sum(telemetry.descriptors for telemetry in done),
+            failures=dict(running.failures),
             retries=running.retries,
+            rows_again=running.rows_again,
+            bytes_again=sum(telemetry.num_bytes for part, telemetry in ended if part.is_repair),
             post_seconds=sum(telemetry.post_seconds for telemetry in done),
             transfer_seconds=max((telemetry.transfer_seconds for telemetry in done), default=0.0),
         )
@@ -245,6 +310,11 @@ class Loader:
     def _drop_leaving(self) -> None:
         busy = {running.load.epoch for running in self._running.values()}
         for epoch in self._leaving - busy:
-            connection, _ = self._peers.pop(epoch)
-            connection.close()
+            self._peers.pop(epoch).connection.close()
         self._leaving &= busy
+
+
+def _num_bytes(joined: Join, local: Indices) -> int:
+    """Bytes of these rows."""
+    sizes = np.array([strip.num_bytes for strip in joined.local_strips], np.int64)
+    return int(sizes[np.asarray(local) // joined.local.num_blocks].sum())

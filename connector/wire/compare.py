@@ -22,6 +22,7 @@ REMEDIES = {
     "block_size": "Give both engines the same --block-size.",
     "layout": "Give both engines the same KV cache layout (VLLM_KV_CACHE_LAYOUT).",
     "connector": "Install the same version of hma on both sides.",
+    "verify_pages": "Set verify_pages on both engines, or on neither.",
     "vllm": "Run the same version of vLLM on both sides.",
 }
 _COMPARED = ("kind", "window", "chunk", "block_size", "kernel_blocks", "page_bytes", "layers")

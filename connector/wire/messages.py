@@ -15,6 +15,7 @@ PROTOCOL = 2
 MAX_ID = 8192
 MAX_BLOCKS = 1 << 20
 MAX_CLAIMS = 4096
+MAX_DIGESTS = 6 << 20
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 ShortText = Annotated[str, Meta(max_length=512)]
@@ -114,10 +115,14 @@ class EngineDescription(_Message, frozen=True, kw_only=True):
 
 
 class OfferedBlocks(_Message, frozen=True, kw_only=True):
-    """One group's live blocks: `ids[i]` holds block position `first + i`."""
+    """One group's live blocks: `ids[i]` holds block position `first + i`.
+
+    digests: where P publishes them, of every block's pages, block by block; else empty.
+    """
 
     first: Count
     ids: Annotated[tuple[Positive, ...], Meta(max_length=MAX_BLOCKS)]
+    digests: Annotated[bytes, Meta(max_length=MAX_DIGESTS)] = b""
 
 
 class Describe(_Message, frozen=True, kw_only=True, tag="describe"):
@@ -179,6 +184,12 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     detail: Text = ""
 
 
+class NotYet(_Message, frozen=True, kw_only=True, tag="not_yet"):
+    """The offer is good, but its digests are still being computed: ask again in `seconds`."""
+
+    seconds: Seconds
+
+
 class Renewed(_Message, frozen=True, kw_only=True, tag="renewed"):
     """These stay valid for `valid_seconds` from the moment D sent the renewal; those not listed are lost."""
 
@@ -191,7 +202,7 @@ class Released(_Message, frozen=True, kw_only=True, tag="released"):
 
 
 Request = Describe | Claim | Renew | Release
-Reply = Described | Granted | Refused | Renewed | Released
+Reply = Described | Granted | NotYet | Refused | Renewed | Released
 
 request_decoder = msgspec.msgpack.Decoder(Request)
 reply_decoder = msgspec.msgpack.Decoder(Reply)

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import repeat
 from types import MappingProxyType
 
 from connector.plan.build import Blocks
-from connector.wire.messages import Claim, Granted, OfferedBlocks, Refused
+from connector.wire.messages import Claim, Granted, NotYet, OfferedBlocks, Refused
 
 REMEMBERED = 4096
+ASK_AGAIN = 0.01  # seconds until a claim that came too early is worth another try
 
 
 class State(StrEnum):
@@ -72,6 +74,7 @@ class Offer:
     """P's promise to keep a finished prompt's live blocks.
 
     num_tokens: computed tokens, one less than the prompt. parent: what the siblings of one list of prompts share.
+    digests: by group, of the blocks' pages; None while they are being computed, empty where pages are not verified.
     """
 
     request_id: str
@@ -79,6 +82,7 @@ class Offer:
     digest: bytes
     num_tokens: int
     blocks: tuple[Blocks, ...]
+    digests: tuple[bytes, ...] | None = ()
 
 
 @dataclass(slots=True)
@@ -112,7 +116,12 @@ class OfferTable:
         assert offer.request_id not in self._live, "vLLM gave one request id twice"
         self._live[offer.request_id] = _Entry(offer, State.OFFERED, now + self.lease)
 
-    def claim(self, claim: Claim, now: float, fingerprint: bytes) -> Granted | Refused:
+    def publish(self, request_id: str, digests: tuple[bytes, ...]) -> None:
+        """The digests of an offer's pages have been computed. An offer that is over is none any more."""
+        if (entry := self._live.get(request_id)) is not None:
+            entry.offer = replace(entry.offer, digests=digests)
+
+    def claim(self, claim: Claim, now: float, fingerprint: bytes) -> Granted | NotYet | Refused:
         """Answer a claim. A claimant that asks again (its reply was lost) is granted again."""
         self.expire(now)
         if claim.epoch != self.epoch:
@@ -121,7 +130,9 @@ class OfferTable:
             return _refused(Refusal.INCOMPATIBLE, "The claimant's geometry is not this engine's.")
         asked = self._live.get(claim.request_id)
         entry = self._grantable(claim, asked)
-        return self._refusal(claim, asked) if entry is None else self._grant(entry, claim, now)
+        if entry is None:
+            return self._refusal(claim, asked)
+        return NotYet(seconds=ASK_AGAIN) if entry.offer.digests is None else self._grant(entry, claim, now)
 
     def renew(self, request_ids: Iterable[str], claimant: str, now: float) -> tuple[str, ...]:
         """Extend this claimant's claims; returns those that are still valid."""
@@ -181,7 +192,10 @@ class OfferTable:
             request_id=offer.request_id,
             num_tokens=offer.num_tokens,
             valid_seconds=self.lease,
-            groups=tuple(OfferedBlocks(first=blocks.first, ids=blocks.ids) for blocks in offer.blocks),
+            groups=tuple(
+                OfferedBlocks(first=blocks.first, ids=blocks.ids, digests=digests)
+                for blocks, digests in zip(offer.blocks, offer.digests or repeat(b""), strict=False)
+            ),
         )
 
     def _refusal(self, claim: Claim, entry: _Entry | None) -> Refused:

@@ -50,11 +50,20 @@ class Prefill:
         self.outbound = Outbound(self.engine, lease=self.lease)
         self.server = ControlServer(HOST, self.port, Codec(self.key), self.outbound.handle, self.outbound.count_refused)
 
-    def offer(self, request_id: str = "cmpl-1-0-a", digest: bytes = DIGEST) -> dict[str, Any]:
+    def offer(
+        self, request_id: str = "cmpl-1-0-a", digest: bytes = DIGEST, digests: tuple[bytes, ...] | None = ()
+    ) -> dict[str, Any]:
         """Make an offer; returns the parameters that a router would carry."""
         blocks = (Blocks(0, (5, 6, 7)), Blocks(0, (8, 9, 10)))
         self.outbound.offer(
-            Offer(request_id=request_id, parent=parent_of(request_id), digest=digest, num_tokens=TOKENS, blocks=blocks)
+            Offer(
+                request_id=request_id,
+                parent=parent_of(request_id),
+                digest=digest,
+                num_tokens=TOKENS,
+                blocks=blocks,
+                digests=digests,
+            )
         )
         handle = Handle(
             engine_id=self.engine.engine_id,

@@ -18,7 +18,7 @@ from connector.errors import ConfigError, PeerUnreachable, ProtocolError, Resour
 from connector.wire.claims import Event, State
 from connector.wire.codec import Codec
 from connector.wire.messages import EngineDescription
-from tests.protocol.conftest import DIGEST, HOST, Decode, Prefill, wait_until
+from tests.protocol.conftest import DIGEST, HOST, TOKENS, Decode, Prefill, wait_until
 from tests.unit.connector.describe import engine_description
 
 Build = Callable[..., Any]
@@ -71,6 +71,25 @@ def test_a_silent_port_ends_within_the_claim_timeout(build: Build) -> None:
         claim = d.claim({**p.offer(), "remote_port": silent.getsockname()[1]})
         assert (claim.state, claim.reason) == (State.REFUSED, "timeout")
         assert time.monotonic() - started < 2.0
+
+
+def test_a_claim_that_comes_before_the_digests_is_granted_once_they_are_there(build: Build) -> None:
+    p, d = build(Prefill), build(Decode)
+    claim = d.inbound.open("d", p.offer(digests=None), DIGEST, TOKENS)
+    time.sleep(0.1)
+    assert d.inbound.poll("d").state is State.ASKED
+    assert p.outbound.take_counts() == (0, {}, 0)
+    p.outbound.publish("cmpl-1-0-a", (b"one", b"two"))
+    wait_until(lambda: d.inbound.poll("d").state is State.GRANTED)
+    assert [group.digests for group in claim.grant.groups] == [b"one", b"two"]
+
+
+def test_digests_that_never_come_end_with_the_claim_timeout(build: Build) -> None:
+    p, d = build(Prefill, lease=0.5), build(Decode, claim_timeout=0.2)
+    claim = d.claim(p.offer(digests=None))
+    assert claim.reason == "timeout"
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    p.outbound.publish("cmpl-1-0-a", (b"", b""))  # too late, and nothing happens
 
 
 def test_renewals_keep_a_claim_beyond_its_first_lease(build: Build) -> None:

@@ -13,9 +13,10 @@ from connector.errors import TransportError
 from connector.plan.build import Pairs
 from connector.plan.geometry import Geometry, Group, Indices, Page, Region, Strip
 from connector.plan.kinds import Full
-from connector.transport.base import Progress, Telemetry
+from connector.transport.base import Progress, Telemetry, Transport
 from connector.transport.loader import Load, Loader, Outcome, PeerMemory
 from connector.transport.loopback import LoopbackTransport
+from connector.transport.parts import Recovery
 from tests.unit.connector.describe import PAGE, small_geometry
 
 CANARY = 0xA5
@@ -146,9 +147,11 @@ class Clock:
         return self.now
 
 
-def fake_loader(transport: FakeTransport, clock: Clock | None = None, **options: int) -> Loader:
+def fake_loader(transport: Transport, clock: Clock | None = None, *, max_runs: int = 1024, **recovery: float) -> Loader:
+    """A loader that repeats at once unless told otherwise."""
     geometry = small_geometry()
-    loader = Loader(transport, geometry, clock=clock or Clock(), **options)  # type: ignore[arg-type]
+    made = Recovery(**({"backoff": 0.0} | recovery))  # type: ignore[arg-type]
+    loader = Loader(transport, geometry, clock=clock or Clock(), max_runs=max_runs, recovery=made)
     loader.connect("P", PeerMemory(connection=b"", geometry=geometry))
     return loader
 
@@ -304,3 +307,60 @@ def test_whatever_happens_each_load_is_reported_once_and_no_read_outlives_it(
     assert sorted(reports) == names
     assert all(read.ended for read in transport.reads)
     assert len(loader) == 0
+
+
+def test_a_failed_part_waits_longer_each_time() -> None:
+    clock, transport = Clock(), FakeTransport(*["failed"] * 4)
+    loader = fake_loader(transport, clock, backoff=0.5, max_backoff=1.5, max_attempts=4)
+    loader.start(load())
+    posted = []
+    for step in range(40):
+        clock.now = step / 4
+        loader.poll()
+        posted.append(transport.posted)
+    # Each failure is seen one look (0.25 s) after its post; then 0.5, 1 and 1.5 seconds pass. After four the load ends.
+    assert [posted.index(count) / 4 for count in (1, 2, 3, 4)] == [0.0, 0.5, 1.75, 3.5]
+    assert transport.posted == 4
+
+
+def test_a_read_that_never_ends_is_cancelled_and_posted_again() -> None:
+    clock, transport = Clock(), FakeTransport("pending", "done")
+    loader = fake_loader(transport, clock, read_timeout=5.0)
+    loader.start(load())
+    clock.now = 4.9
+    assert loader.poll() == []
+    clock.now = 5.0
+    (outcome,) = ended(loader)
+    assert outcome.ok
+    assert (outcome.failures, outcome.retries, outcome.rows_again) == ({"timeout": 1}, 1, 1)
+
+
+def test_a_read_that_can_be_neither_ended_nor_cancelled_is_awaited() -> None:
+    clock, transport = Clock(), FakeTransport("pending pending pending pending pending failed", "done")
+    transport.cancellable = False
+    loader = fake_loader(transport, clock, read_timeout=1.0)
+    loader.start(load())
+    clock.now = 2.0
+    assert loader.poll() == []
+    assert transport.posted == 1
+    (outcome,) = ended(loader)
+    assert outcome.ok
+    assert transport.posted == 2
+
+
+def test_a_connection_that_failed_is_renewed_once_nothing_uses_it() -> None:
+    transport = FakeTransport("failed", "done", "done")
+    loader = fake_loader(transport, max_runs=1)
+    loader.start(load(pairs=((1, 9), (3, 7))))
+    (outcome,) = ended(loader)
+    assert outcome.ok
+    assert transport.closed == 1
+
+
+def test_a_connection_that_others_read_over_is_left_alone() -> None:
+    transport = FakeTransport("failed", "pending pending pending done", "done")
+    loader = fake_loader(transport, max_runs=1)
+    loader.start(load(pairs=((1, 9), (3, 7))))
+    (outcome,) = ended(loader)
+    assert outcome.ok
+    assert transport.closed == 0
