@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -87,8 +89,8 @@ def inspect_plan(
         PoolChoice, typer.Option(help="State of the block pools; it decides what merges.")
     ] = PoolChoice.fresh,
     seed: Annotated[int, typer.Option(min=0, help="For steady and random pools.")] = 0,
-    memory: Annotated[float, typer.Option(min=0.001, help="GiB of KV cache on each rank.")] = 16.0,
-    bandwidth: Annotated[float, typer.Option(min=0.001, help="GB/s between P and D.")] = 12.5,
+    memory: Annotated[float, typer.Option(min=0.001, max=1e9, help="GiB of KV cache on each rank.")] = 16.0,
+    bandwidth: Annotated[float, typer.Option(min=0.001, max=1e9, help="GB/s between P and D.")] = 12.5,
     explain: Annotated[
         int | None, typer.Option(min=0, help="Walk through this group's arithmetic.", show_default=False)
     ] = None,
@@ -110,10 +112,16 @@ def inspect_plan(
 
     [dim]hma inspect-plan --model google/gemma-3-4b-it --prompt-tokens 4032 --block-size 64[/]
     """
+    _import_numpy()
     from hma_cli.inspection.arena import KvLayout
     from hma_cli.inspection.inspect import Request
     from hma_cli.inspection.pool import PoolState
 
+    for option, value in (("--memory", memory), ("--bandwidth", bandwidth)):
+        if math.isnan(value):  # a range does not keep it out: it is neither below nor above any bound
+            raise ConfigError(f"{option} is not a number.", remedy="Give a number above 0, or leave it out.")
+    if compare is not None and explain is not None:
+        raise ConfigError("--explain and --compare do not go together.", remedy="Explain one model at a time.")
     request = Request(
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
@@ -143,6 +151,18 @@ def inspect_plan(
         raise ConfigError("No model is named.", remedy="Give --model, or --live ADDRESS of a running server.")
     render(result, output.value)
     raise typer.Exit(result.exit_code)
+
+
+def _import_numpy() -> None:
+    """Import numpy without the threads that its BLAS would start on every core: no matrix is multiplied here."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = before or "1"
+    try:
+        import numpy  # noqa: F401
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def plan(

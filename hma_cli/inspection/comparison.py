@@ -18,15 +18,7 @@ from connector.plan.build import Pairs, descriptors, live_blocks, pair_blocks, r
 from connector.plan.join import Join, join
 from connector.plan.kinds import Kind, State
 from hma_cli.inspection.engine import Engine
-from hma_cli.inspection.pool import (
-    Pool,
-    PoolState,
-    Tables,
-    history,
-    prefilled,
-    received,
-    shuffled,
-)
+from hma_cli.inspection.pool import Pool, PoolState, Tables, history, prefilled, received
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +176,7 @@ def block_tables(case: HandOver, num_tokens: int) -> tuple[Tables, Tables]:
         if case.pool is PoolState.STEADY:
             history(pool, engine.tables, case.prompt_tokens, seed=seed, decodes=decodes)
         elif case.pool is PoolState.RANDOM:
-            shuffled(pool, seed)
+            pool.shuffle(seed)
         pools.append(pool)
     return (
         prefilled(pools[0], case.prefill.tables, num_tokens),

@@ -19,6 +19,9 @@ from hma_cli.models.config import ModelConfig
 from hma_cli.models.grouping import Grouping, group_layers
 from hma_cli.models.options import RankOptions
 
+MAX_PROMPT_TOKENS = 1 << 24
+"""Longer than any model takes; in blocks of 16 tokens more than the 2^20 blocks of a group that an offer can name."""
+
 PLANS = ("no_hma", "in_tree", "hma", "lower_bound")
 """The four plans, in the order in which they are shown."""
 
@@ -112,8 +115,11 @@ class Inspection:
 
 def inspect(config: ModelConfig, request: Request) -> Inspection:
     """Plan one hand-over. ModelError and ConfigError for what cannot be planned, naming the field or option."""
-    if request.prompt_tokens < 1:
-        raise ConfigError(f"A prompt has at least one token, not {request.prompt_tokens}.")
+    if not 1 <= request.prompt_tokens <= MAX_PROMPT_TOKENS:
+        raise ConfigError(
+            f"A prompt of {request.prompt_tokens:,} tokens cannot be planned.",
+            remedy=f"Give --prompt-tokens from 1 to {MAX_PROMPT_TOKENS:,}.",
+        )
     if request.memory_bytes < 1 or request.bandwidth <= 0:
         raise ConfigError("Memory and bandwidth must be more than nothing.")
     prefill, decode = groupings(config, request)

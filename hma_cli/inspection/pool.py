@@ -21,6 +21,7 @@ PREFILL_STEP = 2048  # tokens that P computes in one step of the history
 HISTORY = 24  # requests before ours in a steady pool
 RUNNING = 4  # of them at a time
 OUTPUT = 256  # tokens that D generates for each, at most
+MAX_BLOCKS = 1 << 22  # in a pool whose every block is touched before the request: some seconds
 
 
 class PoolState(StrEnum):
@@ -47,38 +48,65 @@ Tables = tuple[list[int], ...]
 
 @dataclass(slots=True)
 class Pool:
-    """One engine's free queue. caching: whether full blocks stay in the prefix cache when they are freed."""
+    """One engine's free queue. caching: whether full blocks stay in the prefix cache when they are freed.
+
+    The queue is kept in three parts, so that a pool of millions of blocks costs nothing until they are used: blocks
+    that came back to its front, those from `_unused` on that nobody has had yet, blocks that came back to its end.
+    """
 
     num_blocks: int
     caching: bool
-    free: deque[int] = field(init=False)
+    _front: deque[int] = field(init=False, default_factory=deque)
+    _unused: int = field(init=False, default=NULL_BLOCK + 1)
+    _end: deque[int] = field(init=False, default_factory=deque)
 
-    def __post_init__(self) -> None:
-        self.free = deque(range(1, self.num_blocks))
+    @property
+    def num_free(self) -> int:
+        return len(self._front) + self.num_blocks - self._unused + len(self._end)
 
     def take(self, count: int) -> list[int]:
         """The next `count` free blocks; ConfigError when there are not as many."""
-        if count > len(self.free):
+        if count > self.num_free:
             raise ConfigError(
                 f"A pool of {self.num_blocks:,} blocks does not hold these requests.",
                 remedy="Plan a shorter prompt (--prompt-tokens), or a fresh pool.",
             )
-        return [self.free.popleft() for _ in range(count)]
+        taken = [self._front.popleft() for _ in range(min(count, len(self._front)))]
+        fresh = min(count - len(taken), self.num_blocks - self._unused)
+        taken += range(self._unused, self._unused + fresh)
+        self._unused += fresh
+        taken += [self._end.popleft() for _ in range(count - len(taken))]
+        return taken
 
     def give_back(self, table: Sequence[int], num_full: int) -> None:
         """A request's blocks of one group, of which the first `num_full` are full."""
         owned = [(position, block) for position, block in enumerate(table) if block != NULL_BLOCK]
         cached = [block for position, block in reversed(owned) if self.caching and position < num_full]
         others = [block for position, block in reversed(owned) if not self.caching or position >= num_full]
-        self.free.extendleft(reversed(others))
-        self.free.extend(cached)
+        self._front.extendleft(reversed(others))
+        self._end.extend(cached)
+
+    def shuffle(self, seed: int) -> None:
+        """Put the free blocks into an arbitrary order."""
+        order = [*self._front, *range(self._unused, self.num_blocks), *self._end]
+        random.Random(seed).shuffle(order)
+        self._front, self._unused, self._end = deque(order), self.num_blocks, deque()
 
 
 def pool_size(groups: Sequence[Table], num_tokens: int, state: PoolState) -> int:
-    """Blocks in a pool that holds this request, and for a steady one those that run beside it."""
+    """Blocks in a pool that holds this request, and for a steady one those that run beside it.
+
+    ConfigError where a history or an arbitrary order of so many blocks would take minutes.
+    """
     longest = 2 * num_tokens + OUTPUT
     one = sum(group.blocks(longest) + 1 for group in groups)
-    return 1 + one * (RUNNING + 1 if state is PoolState.STEADY else 1)
+    size = 1 + one * (RUNNING + 1 if state is PoolState.STEADY else 1)
+    if state is not PoolState.FRESH and size > MAX_BLOCKS:
+        raise ConfigError(
+            f"A {state.value} pool for this prompt has {size:,} blocks, which takes too long to play through.",
+            remedy="Plan a shorter prompt (--prompt-tokens), larger blocks (--block-size) or --pool fresh.",
+        )
+    return size
 
 
 def prefilled(pool: Pool, groups: Sequence[Table], num_tokens: int) -> Tables:
@@ -120,13 +148,6 @@ def history(pool: Pool, groups: Sequence[Table], num_tokens: int, *, seed: int, 
         _end(pool, groups, tables, tokens)
 
 
-def shuffled(pool: Pool, seed: int) -> None:
-    """Put the free blocks into an arbitrary order."""
-    order = list(pool.free)
-    random.Random(seed).shuffle(order)
-    pool.free = deque(order)
-
-
 def _decode(
     pool: Pool, groups: Sequence[Table], running: Sequence[tuple[Tables, list[int]]], rng: random.Random
 ) -> None:
@@ -146,9 +167,11 @@ def _grow(pool: Pool, groups: Sequence[Table], tables: Tables, num_tokens: int) 
 def _drop_dead(pool: Pool, groups: Sequence[Table], tables: Tables, num_tokens: int) -> None:
     for group, table in zip(groups, tables, strict=True):
         dead = min(group.kind.live_range(num_tokens).start // group.block_size, len(table))
-        first = next((position for position in range(dead) if table[position] != NULL_BLOCK), dead)
-        pool.give_back([NULL_BLOCK] * first + table[first:dead], dead)
-        table[:dead] = [NULL_BLOCK] * dead
+        first = dead  # what lies before has been dropped already: looking back keeps this linear in the prompt
+        while first and table[first - 1] != NULL_BLOCK:
+            first -= 1
+        pool.give_back(table[first:dead], dead - first)
+        table[first:dead] = [NULL_BLOCK] * (dead - first)
 
 
 def _live_part(pool: Pool, group: Table, num_tokens: int, known_tokens: int) -> list[int]:

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Literal
 
 from connector.errors import HmaError
@@ -86,12 +87,20 @@ def _drawn(picture: Picture, width: int) -> str:
     lines = [f"[italic]{_escape(picture.title)}[/]"]
     for label, spans in picture.bars:
         names = _cells(spans, picture.length, cells, list(picture.styles))
-        drawn = "".join(f"[{picture.styles[name][1]}]{picture.styles[name][0]}[/]" if name else " " for name in names)
+        drawn = "".join(_stretch(picture, name, len(list(same))) for name, same in groupby(names))
         lines.append(f"{_escape(label):<{labels}}  {drawn}")
     legend = "   ".join(f"[{colour}]{mark}[/] {_escape(text)}" for mark, colour, text in picture.styles.values())
     per_cell = picture.length / cells
     lines.append(f"{'':<{labels}}  {legend}   [dim]one character: {per_cell:,.0f} {_escape(picture.unit)}[/]\n")
     return "\n".join(lines)
+
+
+def _stretch(picture: Picture, style: str, length: int) -> str:
+    """Neighbouring characters of one style."""
+    if not style:
+        return " " * length
+    mark, colour, _ = picture.styles[style]
+    return f"[{colour}]{mark * length}[/]"
 
 
 def _cells(spans: Sequence[Span], length: int, cells: int, ranking: Sequence[str]) -> Iterator[str]:
