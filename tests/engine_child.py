@@ -126,6 +126,23 @@ class ChildEngine:
             "num_blocks": pool.num_gpu_blocks,
         }
 
+    def do_faults(self, text: str) -> dict[str, Any]:
+        """Follow another schedule of faults; the engine must have been started with one."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from connector.transport.faulty import Faults
+
+        get_kv_transfer_group()._working._transport.plan(Faults.parse(text))
+        return {}
+
+    def do_stray(self, ids: list[str]) -> list[str]:
+        """Report completions that nobody awaits to the scheduler side; returns those that it passes on."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        output = KVConnectorOutput(finished_recving=set(ids), failed_recving=set(ids))
+        self.scheduler.connector.update_connector_output(output)
+        return sorted((output.finished_recving or set()) | (output.failed_recving or set()))
+
     def do_groups(self) -> list[dict[str, Any]]:
         """vLLM's own groups."""
         return [

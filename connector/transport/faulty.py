@@ -102,6 +102,11 @@ class FaultyTransport:
     def close(self) -> None:
         self._inner.close()
 
+    def plan(self, faults: Faults) -> None:
+        """Follow another schedule from the next post on."""
+        self._faults, self._posts = faults, 0
+        self.injected.clear()
+
     def next_fault(self) -> str:
         """Draw the fate of the next post, and count it."""
         number, self._posts = self._posts, self._posts + 1
