@@ -18,6 +18,7 @@ from typing import Any
 
 from connector.errors import StackError
 from connector.plan.build import Descriptors, descriptors, live_blocks, pair_blocks
+from connector.plan.geometry import Geometry
 from connector.plan.join import join
 from hma_cli.inspection.comparison import HandOver, block_tables, clipped
 from hma_cli.inspection.inspect import Request, inspect
@@ -154,13 +155,13 @@ def _in_tree(case: HandOver) -> Callable[[], Any]:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
     except ImportError as error:
         raise StackError(f"vLLM's own connector cannot be imported: {error}.", remedy="scripts/setup") from error
-    regions = len(case.decode.ranks[0].regions)
+    owners = _owners(case.decode.ranks[0])
     worker: Any = SimpleNamespace(
         _has_mamba=False,
         _transfer_layer_group_ids=[],
-        num_regions=regions,
-        region_group_ids=[0] * regions,
-        _uses_region_group_mapping=False,
+        num_regions=len(owners),
+        region_group_ids=owners,
+        _uses_region_group_mapping=len(set(owners)) > 1,
     )
     lists: list[Any] = [
         tuple(clipped(ids, table.kind, table.block_size) for table, ids in zip(engine.tables, tables, strict=True))
@@ -179,6 +180,15 @@ def _in_tree(case: HandOver) -> Callable[[], Any]:
         return found
 
     return run
+
+
+def _owners(geometry: Geometry) -> list[int]:
+    """For each region the group that has it to itself, or -1, as the in-tree worker finds when it registers them."""
+    users: list[set[int]] = [set() for _ in geometry.regions]
+    for index, group in enumerate(geometry.groups):
+        for page in group.pages:
+            users[page.region].add(index)
+    return [min(groups) if len(groups) == 1 else -1 for groups in users]
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ def arena(
     """The geometry of one rank.
 
     cut: how a layer's page is divided, see `cut_for`. num_blocks: in the pool, the null block among them. base: address
-    of the first region, bytes. with_padding: every group reaches into every region, as a connector sees it that does
-    not know short groups.
+    of the first region, bytes. with_padding: short groups reach into regions where they have no layer, as vLLM's own
+    connector lets them.
     """
     if grouping.layout == "block_outermost":
         stride = grouping.bytes_per_block
@@ -96,10 +96,26 @@ def _halves(layer: GroupLayer) -> tuple[int, ...]:
 
 def _slots(grouping: Grouping, with_padding: bool) -> list[tuple[GroupLayer, ...]]:
     """Each group's layers by region; with padding, short groups repeat their last layer."""
-    longest = max(len(group.layers) for group in grouping.groups)
     if not with_padding:
         return [group.layers for group in grouping.groups]
-    return [(*group.layers, *[group.layers[-1]] * (longest - len(group.layers))) for group in grouping.groups]
+    return [
+        (*group.layers, *[group.layers[-1]] * (reach - len(group.layers)))
+        for group, reach in zip(grouping.groups, _in_tree_reach(grouping), strict=True)
+    ]
+
+
+def _in_tree_reach(grouping: Grouping) -> list[int]:
+    """Into how many regions vLLM's own connector reaches for each group: `_compute_desc_ids` in `nixl/base_worker.py`.
+
+    A region belongs to one group or is shared, and then every group moves there. Beside states, attention moves in all
+    regions and states in all that hold one. Example: groups of 9, 8 and 10 layers share 9 regions: 9, 9 and 10.
+    """
+    lengths = [len(group.layers) for group in grouping.groups]
+    states = [len(group.layers) for group in grouping.groups if group.kind == State()]
+    if states:
+        return [max(states) if group.kind == State() else max(lengths) for group in grouping.groups]
+    shared = sorted(lengths)[-2] if len(lengths) > 1 else 0
+    return [max(length, shared) for length in lengths]
 
 
 def _regions(strides: Sequence[int], num_blocks: int, base: int) -> tuple[Region, ...]:

@@ -2,7 +2,8 @@
 
 Ours is computed by the functions that the connector calls: `live_blocks`, `pair_blocks`, `join`, `descriptors`. For the
 in-tree connector of vLLM 0.32 (`v1/nixl/base_scheduler.py`, `base_worker.py`) its clip and its order are applied to the
-same pages: all positions move, of sliding groups the last ceil(window / block) + 1; rows go region by region.
+same pages: all positions move, of sliding groups the last ceil(window / block) + 1; rows go region by region, or group
+by group.
 """
 
 from __future__ import annotations
@@ -207,14 +208,17 @@ def _from_the_end(remote: Sequence[int], local: Sequence[int]) -> Pairs:
 
 
 def _in_their_order(pairs: Sequence[Pairs], joined: Join) -> Amount:
-    """Rows strip by strip, in each the groups one after another; beside states, group by group.
+    """Rows strip by strip, in each the groups one after another; group by group beside states, and where some regions
+    belong to one group alone.
 
     Pages that lie side by side are rows of their own, which NIXL does not merge.
     """
     has_states = any(group.kind == State() for group in joined.local.groups)
+    users = [{lane.group for lane in lanes} for lanes in joined.lanes_of]
+    by_group = has_states or len({min(groups) if len(groups) == 1 else None for groups in users}) > 1
     total = Amount()
     for strip, lanes in enumerate(joined.lanes_of):
-        for batch in [[lane] for lane in lanes] if has_states else [lanes]:
+        for batch in [[lane] for lane in lanes] if by_group else [lanes]:
             local, remote = (
                 np.concatenate([getattr(pairs[lane.group], side) for lane in batch]) for side in ("local", "remote")
             )
