@@ -143,6 +143,22 @@ class ChildEngine:
         self.scheduler.connector.update_connector_output(output)
         return sorted((output.finished_recving or set()) | (output.failed_recving or set()))
 
+    def do_finish(self, tables: list[list[int]], computed: int, prompt: int) -> list[Any]:
+        """Let the scheduler side see a prefilled request end with these block tables; returns what it answers vLLM."""
+        from types import SimpleNamespace
+
+        from vllm.v1.request import RequestStatus
+
+        side = self.scheduler.connector._scheduling
+        side._producing["finish"] = bytes(32)
+        request = SimpleNamespace(
+            request_id="finish",
+            num_prompt_tokens=prompt,
+            num_computed_tokens=computed,
+            status=RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        return list(side.finished(request, tuple(tables)))
+
     def do_groups(self) -> list[dict[str, Any]]:
         """vLLM's own groups."""
         return [
