@@ -54,18 +54,20 @@ class HandOver:
         """ConfigError for numbers that no request can have."""
         if self.prompt_tokens < 1:
             raise ConfigError(f"A prompt has at least one token, not {self.prompt_tokens}.")
+        step = lcm(*(table.block_size for table in self.decode.tables))
+        most = self.handed_tokens // step * step
         if not 0 <= self.cached_tokens < self.prompt_tokens:
             raise ConfigError(
                 f"D cannot have {self.cached_tokens} of {self.prompt_tokens} prompt tokens cached: the last one is "
                 "always computed.",
-                remedy=f"Give --cached-tokens from 0 to {self.prompt_tokens - 1}.",
+                remedy=f"Give --cached-tokens from 0 to {most}.",
             )
-        step = lcm(*(table.block_size for table in self.decode.tables))
         if self.cached_tokens % step:
             below = self.cached_tokens // step * step
+            choice = f"{below} or {below + step}" if below < most else f"{below}"
             raise ConfigError(
                 f"{self.cached_tokens} cached tokens are not a whole number of D's blocks of {step} tokens.",
-                remedy=f"Give --cached-tokens {below} or {below + step}.",
+                remedy=f"Give --cached-tokens {choice}.",
             )
 
 
@@ -82,7 +84,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Our plan. strips: of the joins, those with anything to move, over all ranks."""
+    """Our plan. strips: of the joins, those in which something moves, over all ranks."""
 
     groups: tuple[GroupPlan, ...]
     total: Amount
@@ -100,7 +102,7 @@ def ours(case: HandOver) -> Plan:
     for joined in joins:
         rows = descriptors(pairs, joined)
         total += Amount(rows.num_pages, rows.runs, rows.num_bytes)
-        strips += sum(any(len(pairs[lane.group]) for lane in lanes) for lanes in joined.lanes_of)
+        strips += len(np.unique(rows.local // joined.local.num_blocks))
         for index in range(len(pairs)):
             alone = descriptors([pair if i == index else _NOTHING for i, pair in enumerate(pairs)], joined)
             amounts[index] += Amount(alone.num_pages, alone.runs, alone.num_bytes)

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from connector.errors import ConfigError
 from connector.plan.build import NULL_BLOCK
-from connector.plan.kinds import Kind, blocks_covering
+from connector.plan.kinds import Kind
 
 PREFILL_STEP = 2048  # tokens that P computes in one step of the history
 HISTORY = 24  # requests before ours in a steady pool
@@ -175,10 +175,10 @@ def _drop_dead(pool: Pool, groups: Sequence[Table], tables: Tables, num_tokens: 
 
 
 def _live_part(pool: Pool, group: Table, num_tokens: int, known_tokens: int) -> list[int]:
-    """A table in which live positions past `known_tokens` are taken from the pool and all others are null."""
-    live = blocks_covering(group.kind.live_range(num_tokens), group.block_size)
-    start = max(live.start, known_tokens // group.block_size)
-    return [NULL_BLOCK] * start + pool.take(max(0, live.stop - start))
+    """A table in which dead positions and those of the first `known_tokens` are null and all others are taken."""
+    dead = group.kind.live_range(num_tokens).start // group.block_size
+    start = max(dead, known_tokens // group.block_size)
+    return [NULL_BLOCK] * start + pool.take(max(0, group.blocks(num_tokens) - start))
 
 
 def _end(pool: Pool, groups: Sequence[Table], tables: Tables, num_tokens: int) -> None:
