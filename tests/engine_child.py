@@ -167,6 +167,7 @@ class ChildEngine:
                 "block_size": group.kv_cache_spec.block_size,
                 "layers": group.layer_names,
                 "window": getattr(group.kv_cache_spec, "sliding_window", None),
+                "chunk": getattr(group.kv_cache_spec, "attention_chunk_size", None),
                 "page_bytes": group.kv_cache_spec.page_size_bytes,
             }
             for group in self.scheduler.kv_cache_config.kv_cache_groups

@@ -43,7 +43,7 @@ def tiny_gemma3() -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
-    return _save(Gemma3ForCausalLM, config, target)
+    return save_checkpoint(Gemma3ForCausalLM, config, target)
 
 
 def tiny_qwen3() -> Path:
@@ -66,10 +66,10 @@ def tiny_qwen3() -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
-    return _save(Qwen3ForCausalLM, config, target)
+    return save_checkpoint(Qwen3ForCausalLM, config, target)
 
 
-def _save(model_class: type, config: object, target: Path) -> Path:
+def save_checkpoint(model_class: type, config: object, target: Path) -> Path:
     """Write the checkpoint beside its final place and rename it, so that a half-written one is never used."""
     import torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from connector.errors import ConfigError
@@ -16,7 +16,7 @@ from hma_cli.inspection.inspect import GroupShape, Inspection, Request
 from hma_cli.inspection.pool import Table
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^/:@\s]+):(?P<port>\d{1,5})/?")
-_LAYER = re.compile(r"layers\.(\d+)")
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def _compared(
     for index, (one, other) in enumerate(zip(planned.groups, found.groups, strict=False)):
         for name in ("kind", "block_size", "page_bytes"):
             yield f"groups[{index}].{name}", getattr(one, name), getattr(other, name)
-        yield f"groups[{index}].layers", _numbers(one.layers), _numbers(other.layers)
+        yield f"groups[{index}].layers", numbers(one.layers), numbers(other.layers)
     for name in ("descriptors", "num_bytes", "runs"):
         yield f"hma: {name}", getattr(planned.plan.total, name), getattr(found.plan.total, name)
 
@@ -125,6 +125,6 @@ def _shape(group: Group) -> GroupShape:
     )
 
 
-def _numbers(layers: tuple[str, ...]) -> list[int]:
-    """The layers' numbers in the model, from names such as `model.layers.3.self_attn.attn`."""
+def numbers(layers: Sequence[str]) -> list[int]:
+    """The layers' numbers in the model, from names such as `model.layers.3.self_attn.attn` or `3.self_attn`."""
     return [int(match[1]) if (match := _LAYER.search(name)) else -1 for name in layers]
