@@ -96,7 +96,12 @@ class Inspection:
 
     @cached_property
     def load(self) -> Load:
-        return Load(request_tokens=self.request.prompt_tokens, max_num_batched_tokens=PREFILL_STEP)
+        """What runs at once: vLLM schedules the next step while one is under way, but not on CPU."""
+        return Load(
+            request_tokens=self.request.prompt_tokens,
+            max_num_batched_tokens=PREFILL_STEP,
+            concurrent_batches=1 if self.request.device == "cpu" else 2,
+        )
 
     @cached_property
     def capacity(self) -> Capacity:

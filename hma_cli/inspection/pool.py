@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from connector.errors import ConfigError
 from connector.plan.build import NULL_BLOCK
-from connector.plan.kinds import Kind
+from connector.plan.kinds import Kind, blocks_covering
 
 PREFILL_STEP = 2048  # tokens that P computes in one step of the history
 HISTORY = 24  # requests before ours in a steady pool
@@ -122,12 +122,14 @@ def prefilled(pool: Pool, groups: Sequence[Table], num_tokens: int) -> Tables:
 def received(pool: Pool, groups: Sequence[Table], num_tokens: int, cached_tokens: int) -> Tables:
     """D's tables for `num_tokens` tokens that come from P: dead positions are null from the start.
 
-    The blocks of a cached prefix were taken before those of the rest.
+    The blocks of a cached prefix were taken before those of the rest. A last block that holds nothing live is there all
+    the same, for the token that comes next; it is taken when all that loads has its blocks.
     """
     cached = tuple(_live_part(pool, group, cached_tokens, 0) for group in groups)
     tables: Tables = tuple(_live_part(pool, group, num_tokens, cached_tokens) for group in groups)
     for table, prefix in zip(tables, cached, strict=True):
         table[: len(prefix)] = prefix
+    _grow(pool, groups, tables, num_tokens)
     return tables
 
 
@@ -175,10 +177,10 @@ def _drop_dead(pool: Pool, groups: Sequence[Table], tables: Tables, num_tokens: 
 
 
 def _live_part(pool: Pool, group: Table, num_tokens: int, known_tokens: int) -> list[int]:
-    """A table in which dead positions and those of the first `known_tokens` are null and all others are taken."""
-    dead = group.kind.live_range(num_tokens).start // group.block_size
-    start = max(dead, known_tokens // group.block_size)
-    return [NULL_BLOCK] * start + pool.take(max(0, group.blocks(num_tokens) - start))
+    """A table in which live positions past `known_tokens` are taken from the pool and all before them are null."""
+    live = blocks_covering(group.kind.live_range(num_tokens), group.block_size)
+    start = max(live.start, known_tokens // group.block_size)
+    return [NULL_BLOCK] * start + pool.take(max(0, live.stop - start))
 
 
 def _end(pool: Pool, groups: Sequence[Table], tables: Tables, num_tokens: int) -> None:

@@ -121,7 +121,7 @@ def token_bytes(kind: Kind) -> int:
     return LATENT if kind == Mla() else TOKEN
 
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @given(cases())

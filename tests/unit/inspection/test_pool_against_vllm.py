@@ -107,9 +107,10 @@ def request(name: str, tokens: Sequence[int]) -> Request:
     )
 
 
+# A window of 1, the query alone, is left out: of such a group vLLM keeps nothing in its prefix cache.
 kinds = st.lists(
     st.one_of(
-        st.just(Full()), st.builds(SlidingWindow, st.integers(1, 120)), st.builds(ChunkedLocal, st.integers(16, 120))
+        st.just(Full()), st.builds(SlidingWindow, st.integers(2, 120)), st.builds(ChunkedLocal, st.integers(16, 120))
     ),
     min_size=1,
     max_size=3,
@@ -127,7 +128,7 @@ def computed(manager: KVCacheManager, prompt: Request, step: int) -> tuple[list[
 
 
 @given(kinds, st.lists(st.integers(1, 500), min_size=1, max_size=4), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_p_gets_the_tables_that_vllms_manager_gives_it(kinds: list[Kind], prompts: list[int], caching: bool) -> None:
     """Prompts one after another, each freed before the next: fresh ids first, then used ones."""
     init_none_hash(sha256)
@@ -146,7 +147,7 @@ def test_p_gets_the_tables_that_vllms_manager_gives_it(kinds: list[Kind], prompt
 
 
 @given(kinds, st.integers(2, 500))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_d_gets_the_tables_that_vllms_manager_gives_it(kinds: list[Kind], tokens: int) -> None:
     theirs = manager(kinds, caching=False)
     prompt = request("0", range(tokens))
