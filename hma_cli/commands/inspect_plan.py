@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from connector.errors import ConfigError
+from connector.errors import ConfigError, PeerUnreachable
 from hma_cli.report.render import render
 
 if TYPE_CHECKING:
@@ -189,7 +189,14 @@ def running_plan(
     from hma_cli.inspection.view import live_view
     from hma_cli.models.lookup import find
 
-    running = describe(*live.address(address))
+    try:
+        running = describe(*live.address(address))
+    except PeerUnreachable as error:
+        raise PeerUnreachable(
+            error.message,
+            remedy="Is the server running, and is this its control address? `hma launch` shows it in the column "
+            "`control`. A server with a key answers only who has it (HMA_KEY).",
+        ) from error
     planned = inspect(find(model or running.model, offline=offline), live.asked_of(running, request))
     found = live.live(planned, running)
     return live_view(found, running, live.differences(planned, found, running), group=explain)

@@ -14,7 +14,7 @@ from hma_cli.inspection.engine import D_BASE, P_BASE, Engine, Memory, engine, in
 from hma_cli.inspection.pool import PREFILL_STEP, PoolState
 from hma_cli.models.architectures import layers_of
 from hma_cli.models.blocks import Device, EngineOptions, MemoryLayout
-from hma_cli.models.capacity import Capacity, Load, capacity
+from hma_cli.models.capacity import Capacity, Load, capacity, resident
 from hma_cli.models.config import ModelConfig
 from hma_cli.models.grouping import Grouping, group_layers
 from hma_cli.models.options import RankOptions
@@ -65,6 +65,14 @@ class GroupShape:
     page_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Requests that a cache holds: while they decode, and as vLLM counts at start-up, with prefill steps under way."""
+
+    decoding: Capacity
+    admitted: Capacity
+
+
 @dataclass(frozen=True)
 class Inspection:
     """All figures of one model and request.
@@ -104,14 +112,21 @@ class Inspection:
         )
 
     @cached_property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> Held:
         """What one rank of D holds with HMA."""
-        return capacity(self.decode, self.request.memory_bytes, self.load)
+        return self._held(self.decode)
 
     @cached_property
-    def full_capacity(self) -> Capacity | None:
+    def full_capacity(self) -> Held | None:
         """What one rank of D holds without HMA; None where vLLM does not start without it."""
-        return capacity(self.full, self.request.memory_bytes, self.load) if self.full is not None else None
+        return self._held(self.full) if self.full is not None else None
+
+    def _held(self, grouping: Grouping) -> Held:
+        memory = self.request.memory_bytes
+        return Held(
+            decoding=resident(grouping, memory, self.request.prompt_tokens),
+            admitted=capacity(grouping, memory, self.load),
+        )
 
     def seconds(self, amount: Amount) -> float:
         """Time of the bytes alone at the bandwidth that was asked for."""

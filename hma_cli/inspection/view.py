@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hma_cli.inspection.comparison import Amount
 from hma_cli.inspection.explain import explain
-from hma_cli.inspection.inspect import PLANS, GroupShape, Inspection
+from hma_cli.inspection.inspect import PLANS, GroupShape, Held, Inspection
 from hma_cli.inspection.merging import reasons
-from hma_cli.models.capacity import Capacity
 from hma_cli.report.result import Exit, Finding, Picture, Result, Span, Table
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def compared(one: Inspection, other: Inspection) -> Result:
             (f"{NAMES[name]}: {key}", _of(left, key), _of(right, key), _ratio(right, left, key))
             for key in ("descriptors", "runs", "bytes")
         ]
-    left_tokens, right_tokens = one.capacity.tokens, other.capacity.tokens
+    left_tokens, right_tokens = one.capacity.decoding.tokens, other.capacity.decoding.tokens
     rows.append(("KV capacity, tokens", left_tokens, right_tokens, _times(right_tokens, left_tokens)))
     title = f"{one.request.prompt_tokens:,} prompt tokens"
     columns = ("", one.config.name, other.config.name, "ratio")
@@ -120,8 +119,10 @@ def document(found: Inspection) -> dict[str, Any]:
         "capacity": {
             "memory_bytes": request.memory_bytes,
             "request_tokens": request.prompt_tokens,
-            "hma_tokens": found.capacity.tokens,
-            "no_hma_tokens": found.full_capacity.tokens if found.full_capacity else None,
+            "hma_tokens": found.capacity.decoding.tokens,
+            "no_hma_tokens": found.full_capacity.decoding.tokens if found.full_capacity else None,
+            "vllm_hma_tokens": found.capacity.admitted.tokens,
+            "vllm_no_hma_tokens": found.full_capacity.admitted.tokens if found.full_capacity else None,
         },
         "notes": list(found.notes),
         "merging": list(reasons(found.case, found.plan.groups)),
@@ -238,13 +239,21 @@ def _plans(found: Inspection) -> Table:
 
 
 def _capacity(found: Inspection) -> Table:
-    def row(name: str, held: Capacity | None) -> tuple[object, ...]:
+    def row(name: str, held: Held | None) -> tuple[object, ...]:
         if held is None:
-            return (name, "–", "–", "–")
-        return (name, f"{held.num_blocks:,}", f"{held.concurrency:,.1f}", f"{held.tokens:,}")
+            return (name, "–", "–", "–", "–")
+        decoding = held.decoding
+        figures = f"{decoding.num_blocks:,}", f"{decoding.concurrency:,.1f}", f"{decoding.tokens:,}"
+        return (name, *figures, f"{held.admitted.tokens:,}")
 
     gib = found.request.memory_bytes / (1 << 30)
-    columns = ("", "blocks", f"requests of {found.request.prompt_tokens:,} tokens", "tokens")
+    columns = (
+        "",
+        "blocks",
+        f"decoding requests of {found.request.prompt_tokens:,} tokens",
+        "tokens",
+        "tokens by vLLM's count at start-up",
+    )
     return Table(
         title=f"KV capacity of {gib:g} GiB a rank",
         columns=columns,

@@ -64,6 +64,21 @@ def capacity(grouping: Grouping, memory_bytes: int, load: Load) -> Capacity:
     )
 
 
+def resident(grouping: Grouping, memory_bytes: int, num_tokens: int) -> Capacity:
+    """Requests of `num_tokens` computed tokens that `memory_bytes` of cache on every rank hold while they decode.
+
+    A request then holds, per group, the blocks of its live range and one in the making: what a decode engine holds most
+    of the time. vLLM's own count at start-up (`capacity`) is of the worst moment, a prefill step under way.
+    """
+    held = 0
+    for group in grouping.groups:
+        live, every = len(group.kind.live_range(num_tokens)), -(-num_tokens // group.block_size)
+        held += min(-(-live // group.block_size) + 1, every)
+    return Capacity(
+        request_tokens=num_tokens, num_blocks=memory_bytes // grouping.bytes_per_block, blocks_per_request=held
+    )
+
+
 def blocks_per_request(grouping: Grouping, load: Load) -> int:
     """Blocks of the pool that one request may hold at once, over all groups."""
     return sum(_group_blocks(group, grouping, load) for group in grouping.groups)
