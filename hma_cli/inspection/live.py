@@ -15,7 +15,9 @@ from hma_cli.inspection.engine import Engine
 from hma_cli.inspection.inspect import GroupShape, Inspection, Request
 from hma_cli.inspection.pool import Table
 
-_ADDRESS = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^/:@\s]+):(?P<port>\d{1,5})/?")
+_ADDRESS = re.compile(
+    r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]{0,252}):(?P<port>[0-9]{1,5})/?"
+)
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -96,7 +98,9 @@ def _compared(
         sum(region.block_bytes for region in found.case.decode.ranks[0].regions),
     )
     yield "groups", len(planned.groups), len(found.groups)
-    for index, (one, other) in enumerate(zip(planned.groups, found.groups, strict=False)):
+    # A server describes what moves of a page, without padding: the plan's own memory says the same of it.
+    shapes = tuple(_shape(group) for group in planned.case.decode.ranks[0].groups)
+    for index, (one, other) in enumerate(zip(shapes, found.groups, strict=False)):
         for name in ("kind", "block_size", "page_bytes"):
             yield f"groups[{index}].{name}", getattr(one, name), getattr(other, name)
         yield f"groups[{index}].layers", numbers(one.layers), numbers(other.layers)
