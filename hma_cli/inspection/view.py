@@ -215,6 +215,7 @@ def _groups(found: Inspection) -> Table:
             "bytes",
         ),
         rows=tuple(rows),
+        optional=("page bytes", "layers", "blocks", "window or chunk"),
     )
 
 
@@ -235,6 +236,7 @@ def _plans(found: Inspection) -> Table:
         columns=("plan", "descriptors", "runs", "bytes", "of all bytes", f"at {speed}"),
         rows=tuple(rows),
         right=("descriptors", "runs", "bytes", "of all bytes", f"at {speed}"),
+        optional=(f"at {speed}", "runs"),
     )
 
 

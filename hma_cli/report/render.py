@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from connector.errors import HmaError
+from hma_cli.report.layout import fitted, is_right, printed
 from hma_cli.report.result import Picture, Result, Span, Table
 
 Format = Literal["table", "json", "csv"]
@@ -42,7 +43,7 @@ def render(result: Result, fmt: Format = "table") -> None:
     if result.text:
         console.out(result.text, highlight=False)
     for table in result.tables:
-        console.print(_rich_table(table))
+        console.print(_rich_table(table, console.width), crop=False)
     for picture in result.pictures:
         console.print(_drawn(picture, console.width), soft_wrap=True)
     for finding in result.findings:
@@ -64,19 +65,25 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
-def _rich_table(table: Table):  # type: ignore[no-untyped-def]
+def _rich_table(table: Table, width: int) -> Any:
     from rich import box
     from rich.table import Table as RichTable
 
-    rich = RichTable(title=table.title, caption=table.note or None, box=box.SIMPLE_HEAD, title_justify="left")
-    numeric = [
-        bool(table.rows) and all(isinstance(row[i], int | float) for row in table.rows)
-        for i in range(len(table.columns))
-    ]
-    for name, is_number in zip(table.columns, numeric, strict=True):
-        rich.add_column(name, justify="right" if is_number or name in table.right else "left")
+    fit = fitted(table, width)
+    hidden = f"Too narrow for: {', '.join(fit.left_out)}." if fit.left_out else ""
+    rich = RichTable(
+        title=table.title,
+        caption=" ".join(filter(None, (table.note, hidden))) or None,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=(0, 0) if fit.narrow else (0, 1),
+        width=fit.total,
+    )
+    for column, needed in zip(fit.columns, fit.widths, strict=True):
+        justify: Literal["left", "right"] = "right" if is_right(table, column) else "left"
+        rich.add_column(table.columns[column], justify=justify, width=needed)
     for row in table.rows:
-        rich.add_row(*(f"{cell:,}" if isinstance(cell, int) else _escape(str(cell)) for cell in row))
+        rich.add_row(*(_escape(printed(row[column])) for column in fit.columns))
     return rich
 
 
@@ -89,10 +96,26 @@ def _drawn(picture: Picture, width: int) -> str:
         names = _cells(spans, picture.length, cells, list(picture.styles))
         drawn = "".join(_stretch(picture, name, len(list(same))) for name, same in groupby(names))
         lines.append(f"{_escape(label):<{labels}}  {drawn}")
-    legend = "   ".join(f"[{colour}]{mark}[/] {_escape(text)}" for mark, colour, text in picture.styles.values())
-    per_cell = picture.length / cells
-    lines.append(f"{'':<{labels}}  {legend}   [dim]one character: {per_cell:,.0f} {_escape(picture.unit)}[/]\n")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_legend(picture, cells, labels + 2, width), ""])
+
+
+def _legend(picture: Picture, cells: int, indent: int, width: int) -> Iterator[str]:
+    """What the characters mean, in as many lines as it takes."""
+    scale = f"one character: {picture.length / cells:,.0f} {picture.unit}"
+    parts = [
+        *((f"{mark} {text}", f"[{colour}]{mark}[/] {_escape(text)}") for mark, colour, text in picture.styles.values()),
+        (scale, f"[dim]{_escape(scale)}[/]"),
+    ]
+    indent = min(indent, max(0, width - max(len(plain) for plain, _ in parts)))
+    line, room = "", 0
+    for plain, drawn in parts:
+        if line and len(plain) + 3 <= room:
+            line, room = f"{line}   {drawn}", room - len(plain) - 3
+            continue
+        if line:
+            yield line
+        line, room = " " * indent + drawn, width - indent - len(plain)
+    yield line
 
 
 def _stretch(picture: Picture, style: str, length: int) -> str:

@@ -23,7 +23,8 @@ class Exit(IntEnum):
 class Table:
     """A table for people: one title, the column heads, rows of cells (strings or numbers).
 
-    right: columns set to the right though their cells are strings; those of numbers are anyway.
+    right: columns set to the right though their cells are strings; those of numbers are anyway. optional: columns that
+    are left out, in this order, where the terminal is too narrow for all.
     """
 
     title: str
@@ -31,6 +32,7 @@ class Table:
     rows: tuple[tuple[object, ...], ...]
     note: str = ""
     right: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

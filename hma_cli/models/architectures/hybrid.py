@@ -121,7 +121,10 @@ def jamba(rank: Rank) -> tuple[Layer, ...]:
 
 
 def falcon_h1(rank: Rank) -> tuple[Layer, ...]:
-    """Every layer has attention and Mamba 2 side by side; vLLM builds the attention first."""
+    """Every layer has attention and Mamba 2 side by side; vLLM builds the attention first.
+
+    It needs another number for each, and numbers the states after all layers: that of layer 0 of 44 is number 44.
+    """
     text, count = rank.text, rank.num_layers()
     _refuse_window(text)
     channels = text.optional_integer("mamba_d_ssm", _STATE)
@@ -129,9 +132,9 @@ def falcon_h1(rank: Rank) -> tuple[Layer, ...]:
         channels = text.derive("mamba_d_ssm", _expanded(text), "mamba_expand * hidden_size")
     full, state = attention(rank, Full(), stated_heads(rank)), _mamba2_by_prefix(rank, channels)
     return tuple(
-        Layer(index=index, part=part, cache=cache)
+        Layer(index=first + index, part=part, cache=cache)
         for index in range(count)
-        for part, cache in (("attn", full), ("state", state))
+        for first, part, cache in ((0, "attn", full), (count, "state", state))
     )
 
 
