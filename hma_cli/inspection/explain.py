@@ -46,13 +46,8 @@ def _lines(found: Inspection, index: int, group: CacheGroup) -> Iterator[str]:
             f"  cached on D  {case.cached_tokens:,} tokens = {case.cached_tokens // block:,} blocks, so positions from "
             f"{kept:,} on move: {max(0, cover.stop - kept):,}"
         )
-    amount = planned.amount
-    pages = len(case.decode.ranks[0].groups[index].pages)
-    yield (
-        f"  descriptors  {len(planned.pairs):,} pairs of blocks × {pages:,} pages"
-        f"{_ranks(found)} = {amount.descriptors:,}, in {amount.runs:,} runs"
-    )
-    yield f"  bytes        {amount.num_bytes:,}"
+    yield f"  descriptors  {_descriptors(found, index)}"
+    yield f"  bytes        {planned.amount.num_bytes:,}"
     if isinstance(group.kind, SlidingWindow):
         window = group.kind.window
         yield (
@@ -98,8 +93,14 @@ def _live(kind: Kind, n: int) -> str:
     return f"position {n:,} reads all before it: {span}"
 
 
-def _ranks(found: Inspection) -> str:
-    prefill, decode = found.request.prefill_tp, found.request.decode_tp
-    if prefill == decode == 1:
-        return ""
-    return f" × {decode} ranks of D" if prefill == decode else f", over {prefill} ranks of P and {decode} of D"
+def _descriptors(found: Inspection, index: int) -> str:
+    """Pages are cut into pieces where the two sides order heads or tokens otherwise."""
+    planned, ranks = found.plan.groups[index], found.case.decode.ranks
+    amount, pages = planned.amount, len(ranks[0].groups[index].pages)
+    pieces = amount.descriptors // max(1, len(planned.pairs) * pages * len(ranks))
+    return (
+        f"{len(planned.pairs):,} pairs of blocks × {pages:,} pages"
+        f"{f' × {len(ranks):,} ranks of D' if len(ranks) > 1 else ''}"
+        f"{f' × {pieces:,} pieces of a page' if pieces > 1 else ''}"
+        f" = {amount.descriptors:,}, in {amount.runs:,} runs"
+    )
