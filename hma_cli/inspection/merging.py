@@ -30,9 +30,9 @@ def _reason(case: HandOver, group: GroupPlan) -> str:
     blocks = len(group.pairs)
     if blocks < 2 or group.amount.runs == 0:
         return ""
-    gap = _gap(case, group)
-    if gap:
-        return gap
+    apart = _sliced(case, group) or _gap(case, group)
+    if apart:
+        return apart
     order = np.argsort(group.pairs.remote, kind="stable")
     remote, local = np.diff(group.pairs.remote[order]) != 1, np.diff(group.pairs.local[order]) != 1
     breaks = int(np.count_nonzero(remote | local))
@@ -44,6 +44,22 @@ def _reason(case: HandOver, group: GroupPlan) -> str:
         if broken.any()
     ]
     return f"{blocks:,} blocks move in {breaks + 1:,} runs a page, since {' and '.join(who)} ({_HISTORY[case.pool]})."
+
+
+def _sliced(case: HandOver, group: GroupPlan) -> str:
+    """Pages that are cut leave room to the next one on one side at least."""
+    theirs, mine = (engine.ranks[0].groups[group.index] for engine in (case.prefill, case.decode))
+    if theirs.block_size != mine.block_size:
+        return (
+            f"no two blocks merge: a block holds {theirs.block_size:,} tokens on P and {mine.block_size:,} on D, so "
+            "pages move in pieces."
+        )
+    if theirs.share.count != mine.share.count:
+        return (
+            f"no two blocks merge: of {mine.share.total} KV heads a rank of P holds {theirs.share.count} and a rank of "
+            f"D {mine.share.count}, so pages move in slices."
+        )
+    return ""
 
 
 def _gap(case: HandOver, group: GroupPlan) -> str:

@@ -253,6 +253,29 @@ def test_padded_states_never_merge_and_that_is_said() -> None:
     assert short.amount.runs == len(short.pairs)
 
 
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        ({"prefill_tp": 1, "decode_tp": 4}, "of 4 KV heads a rank of P holds 4 and a rank of D 1"),
+        ({"prefill_tp": 4, "decode_tp": 2}, "of 4 KV heads a rank of P holds 1 and a rank of D 2"),
+        ({"prefill_block_size": 16, "decode_block_size": 64}, "holds 16 tokens on P and 64 on D"),
+        ({"prefill_block_size": 32, "decode_block_size": 16}, "holds 32 tokens on P and 16 on D"),
+    ],
+    ids=str,
+)
+def test_pages_in_pieces_never_merge_and_that_is_said(request_: dict[str, Any], told: str) -> None:
+    found = inspected(GEMMA, prompt_tokens=4032, **request_)
+    (text,) = reasons(found.case, found.plan.groups)
+    assert named(text) == list(range(7))
+    assert told in text
+    assert found.plan.total.runs == found.plan.total.descriptors
+
+
+def test_ranks_that_hold_the_same_head_are_alike() -> None:
+    found = inspected(GEMMA, prompt_tokens=1000, prefill_tp=4, decode_tp=8)
+    assert reasons(found.case, found.plan.groups) == ()
+
+
 def test_where_the_values_came_from_is_said() -> None:
     result = view(inspected(GEMMA))
     last = result.findings[-1].text
