@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from connector.control.clock import Clock, lease_clock
 from connector.control.peers import AllowedPeers, Endpoint, Peer
 from connector.errors import HmaError, ProtocolError
-from connector.wire.claims import HOLDS_CLAIM, Event, InboundClaim, State
+from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.compare import fingerprint
 from connector.wire.handle import Handle
 from connector.wire.messages import (
@@ -56,7 +56,8 @@ class Rpc(Protocol):
 class Inbound:
     """All claims and peers of one decode engine.
 
-    claim_timeout: seconds from a request's arrival until an unanswered claim counts as refused.
+    claim_timeout: seconds from a request's arrival until an unanswered claim counts as refused. load_timeout: seconds
+    that the claim of a load is renewed for; a worker that has not reported by then may never do so.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class Inbound:
         engine: EngineDescription,
         *,
         claim_timeout: float,
+        load_timeout: float,
         allowed: AllowedPeers,
         clock: Clock = lease_clock,
     ) -> None:
         self._engine, self._fingerprint = engine, fingerprint(engine)
-        self._claim_timeout, self._allowed, self._clock = claim_timeout, allowed, clock
+        self._claim_timeout, self._load_timeout = claim_timeout, load_timeout
+        self._allowed, self._clock = allowed, clock
         self._lock = threading.RLock()
         self._claims: dict[str, InboundClaim] = {}
         self._peers: dict[Endpoint, Peer] = {}
@@ -133,10 +136,16 @@ class Inbound:
                 claim.cancelled = True
                 return True
             moved = claim.move(event)
+            if moved and event is Event.LOAD:
+                claim.deadline = self.load_deadline()
             if claim.state is State.OVER:
                 del self._claims[request_id]
                 self._release(claim)
             return moved
+
+    def load_deadline(self) -> float:
+        """When a load that starts now counts as failed, lease clock."""
+        return self._clock() + self._load_timeout
 
     def leases(self) -> dict[str, float]:
         """Request id to `valid_until` of every load under way."""
@@ -166,6 +175,9 @@ class Inbound:
     def tick(self, now: float) -> float | None:
         """Renew what is due, one message a peer, and ask again what was asked too early.
 
+        The claim of a load that is past its deadline is not renewed: P has its blocks back one lease later at most, even
+        when D's worker is stuck.
+
         Returns when to be called again, None when there is nothing to wait for.
         """
         with self._lock:
@@ -178,7 +190,13 @@ class Inbound:
             held: dict[Endpoint, dict[str, InboundClaim]] = {}
             for claim in self._claims.values():
                 endpoint = self._endpoint(claim.handle)
-                if claim.state in HOLDS_CLAIM and claim.grant is not None and endpoint is not None:
+                if claim.gives_up(now):
+                    logger.warning(
+                        "Request %s: its load has not ended within %g s; the claim is renewed no more",
+                        claim.request_id,
+                        self._load_timeout,
+                    )
+                if claim.is_held and claim.grant is not None and endpoint is not None:
                     held.setdefault(endpoint, {})[claim.grant.request_id] = claim
             for endpoint, claims in held.items():
                 if now >= self._renew_at.get(endpoint, 0.0):

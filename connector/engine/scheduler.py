@@ -90,6 +90,7 @@ class SchedulerSide:
         self._inbound = Inbound(
             engine,
             claim_timeout=self._settings.claim_timeout,
+            load_timeout=self._settings.load_timeout,
             allowed=AllowedPeers(self._settings.allowed_peers),
         )
         self._server = ControlServer(
@@ -308,7 +309,7 @@ class SchedulerSide:
         return tuple(found)
 
     def _plan(self, claim: InboundClaim, peer: Geometry, blocks: KVCacheBlocks, cached: int) -> Load:
-        assert self._geometry is not None and claim.grant is not None
+        assert self._geometry is not None and self._inbound is not None and claim.grant is not None
         pairs = tuple(
             pair_blocks(
                 kind=group.kind,
@@ -328,6 +329,7 @@ class SchedulerSide:
             epoch=claim.handle.epoch,
             pairs=pairs,
             valid_until=claim.valid_until,
+            deadline=self._inbound.load_deadline(),
             digests=self._digests_of(pairs, claim.grant) if self._settings.verify_pages else (),
         )
 

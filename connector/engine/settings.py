@@ -20,6 +20,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     advertised_host: what handles say instead of control_host, for engines behind another address.
     lease_seconds: how long P keeps an unclaimed prompt, and a claim without renewal.
     claim_timeout: seconds until D treats an unanswered claim as refused.
+    load_timeout: seconds that a load may take, all of its attempts included; P's blocks are then let go.
     allowed_peers: hosts and networks that a handle may name.
     backends: NIXL plugins. part_runs: merged descriptors in one part. max_attempts: posts of one part.
     read_timeout: seconds until a read that does not end counts as failed.
@@ -32,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     advertised_host: str = ""
     lease_seconds: Annotated[float, Meta(gt=0.1, le=3600)] = 30.0
     claim_timeout: Annotated[float, Meta(gt=0, le=600)] = 5.0
+    load_timeout: Annotated[float, Meta(gt=0, le=3600)] = 120.0
     allowed_peers: tuple[str, ...] = LOOPBACK
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
     part_runs: Annotated[int, Meta(ge=1, le=65536)] = 1024

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Indices
+from connector.plan.geometry import Indices, Rows
 from connector.plan.join import Join, Lane, block_unit
 from connector.plan.kinds import Kind, blocks_covering
 
@@ -116,8 +116,8 @@ class Descriptors:
     it. num_pages: pages that the rows hold; a row holds several where layers lie side by side. num_bytes: total.
     """
 
-    local: Indices
-    remote: Indices
+    local: Rows
+    remote: Rows
     starts: npt.NDArray[np.bool_]
     num_pages: int
     num_bytes: int
@@ -130,7 +130,7 @@ class Descriptors:
         """Descriptors left after NIXL has merged neighbours."""
         return int(np.count_nonzero(self.starts))
 
-    def parts(self, max_runs: int) -> list[tuple[Indices, Indices]]:
+    def parts(self, max_runs: int) -> list[tuple[Rows, Rows]]:
         """Cut into parts of at most `max_runs` whole runs; each is posted, awaited and retried by itself."""
         cuts = np.flatnonzero(self.starts)[max_runs::max_runs]
         if not len(self):
@@ -144,41 +144,47 @@ def descriptors(pairs: Sequence[Pairs], join: Join) -> Descriptors:
     Within a strip the rows of *all* groups that use it are sorted by P's block. Merging needs a successor on both
     sides, and sorting puts every such successor next to its predecessor, so no order has fewer runs.
     """
-    rows_local, rows_remote, rows_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
-    num_pages = num_bytes = 0
     known: dict[tuple[tuple[int, int | None], ...], _Ordered] = {}
-    for strip, lanes in enumerate(join.lanes_of):
-        users = tuple((lane.group, lane.phase) for lane in lanes)
-        if users not in known:
-            known[users] = _ordered([_chosen(pairs[lane.group], lane.phase, _ratio(join, lane)) for lane in lanes])
-        rows = known[users]
-        rows_local.append(rows.local + strip * join.local.num_blocks)
-        rows_remote.append(rows.remote + strip * join.remote.num_blocks)
-        rows_starts.append(rows.starts if join.is_dense(strip) else np.ones(len(rows.starts), np.bool_))
+    strips = [_strip_rows(pairs, join, lanes, known) for lanes in join.lanes_of]
+    total = sum(len(rows.local) for rows in strips)
+    # Filled in place: for long prompts the time goes into fresh memory, not into arithmetic.
+    local, remote, starts = np.empty(total, np.int32), np.empty(total, np.int32), np.ones(total, np.bool_)
+    num_pages = num_bytes = position = 0
+    for strip, (rows, lanes) in enumerate(zip(strips, join.lanes_of, strict=True)):
+        here = slice(position, position + len(rows.local))
+        np.add(rows.local, strip * join.local.num_blocks, out=local[here])
+        np.add(rows.remote, strip * join.remote.num_blocks, out=remote[here])
+        if join.is_dense(strip):
+            starts[here] = rows.starts
         num_pages += sum(lane.pages * count for lane, count in zip(lanes, rows.counts, strict=True))
         num_bytes += len(rows.local) * join.local_strips[strip].num_bytes
-    return Descriptors(
-        np.concatenate(rows_local).astype(np.int32),
-        np.concatenate(rows_remote).astype(np.int32),
-        np.concatenate(rows_starts),
-        num_pages,
-        num_bytes,
-    )
+        position = here.stop
+    return Descriptors(local, remote, starts, num_pages, num_bytes)
+
+
+def _strip_rows(
+    pairs: Sequence[Pairs], join: Join, lanes: Sequence[Lane], known: dict[tuple[tuple[int, int | None], ...], _Ordered]
+) -> _Ordered:
+    """The blocks of one strip; strips that the same groups use have the same ones."""
+    users = tuple((lane.group, lane.phase) for lane in lanes)
+    if users not in known:
+        known[users] = _ordered([_chosen(pairs[lane.group], lane.phase, _ratio(join, lane)) for lane in lanes])
+    return known[users]
 
 
 @dataclass(frozen=True, slots=True)
 class _Ordered:
     """D's and P's blocks in the order of P's, where runs start, and how many blocks each lane has among them."""
 
-    local: Indices
-    remote: Indices
+    local: Rows
+    remote: Rows
     starts: npt.NDArray[np.bool_]
     counts: tuple[int, ...]
 
 
 def _ordered(chosen: Sequence[tuple[Indices, Indices]]) -> _Ordered:
-    remote = np.concatenate([theirs for theirs, _ in chosen])
-    local = np.concatenate([ours for _, ours in chosen])
+    remote = np.concatenate([theirs for theirs, _ in chosen]).astype(np.int32)
+    local = np.concatenate([ours for _, ours in chosen]).astype(np.int32)
     order = np.argsort(remote, kind="stable")
     local, remote = local[order], remote[order]
     return _Ordered(local, remote, run_starts(local, remote), tuple(len(ours) for _, ours in chosen))
@@ -198,7 +204,7 @@ def _chosen(pairs: Pairs, phase: int | None, ratio: int) -> tuple[Indices, Indic
     return pairs.remote[own], pairs.local[own]
 
 
-def run_starts(local: Indices, remote: Indices) -> npt.NDArray[np.bool_]:
+def run_starts(local: Indices | Rows, remote: Indices | Rows) -> npt.NDArray[np.bool_]:
     """True where a row does not continue the one before it by one block on both sides.
 
     Example: local 4 5 6 9, remote 1 2 3 4 gives true false false true: two runs.

@@ -14,6 +14,10 @@ from connector.errors import ConfigError
 from connector.plan.kinds import Kind
 
 Indices = npt.NDArray[np.int64]
+"""Block ids or positions."""
+
+Rows = npt.NDArray[np.int32]
+"""Rows of a `plan.Join`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from connector.plan.geometry import Indices, Region, Strip
+from connector.plan.geometry import Region, Rows, Strip
 
 
 class Progress(StrEnum):
@@ -46,7 +46,7 @@ class Read(Protocol):
 class Connection(Protocol):
     """A peer whose pages can be read."""
 
-    def read(self, local: Indices, remote: Indices) -> Read:
+    def read(self, local: Rows, remote: Rows) -> Read:
         """Post one read of row `remote[i]` into row `local[i]`. TransportError when it cannot be posted."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from connector.errors import ConfigError
 from connector.plan.build import Pairs
-from connector.plan.geometry import Geometry, Group, Indices
+from connector.plan.geometry import Geometry, Group, Rows
 from connector.plan.join import Join
 
 DIGEST_BYTES = 8
@@ -43,7 +43,7 @@ def cut_out(digests: bytes, num_pages: int, start: int, stop: int) -> bytes:
     return digests[start * size : stop * size]
 
 
-def differing_rows(join: Join, pairs: Sequence[Pairs], expected: Sequence[bytes]) -> tuple[Indices, Indices]:
+def differing_rows(join: Join, pairs: Sequence[Pairs], expected: Sequence[bytes]) -> tuple[Rows, Rows]:
     """Rows whose pages on D are not what P published, as (D's rows, P's rows).
 
     expected: for each group the digests of its pairs, in their order. ConfigError when they are not one for each page.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from connector.errors import ConfigError, TransportError
-from connector.plan.geometry import Indices, Region, Strip
+from connector.plan.geometry import Region, Rows, Strip
 from connector.transport.base import Connection, Progress, Read, Telemetry, Transport
 
 SHARES = ("refuse", "fail", "corrupt", "late", "hang")
@@ -118,7 +118,7 @@ class FaultyTransport:
                 self._on_fault(fault)
         return fault
 
-    def make(self, fault: str, read: Read, strips: tuple[Strip, ...], local: Indices) -> Read:
+    def make(self, fault: str, read: Read, strips: tuple[Strip, ...], local: Rows) -> Read:
         """The read that meets this fate."""
         match fault:
             case "fail":
@@ -138,7 +138,7 @@ class FaultyConnection:
     def __init__(self, transport: FaultyTransport, inner: Connection, strips: tuple[Strip, ...]) -> None:
         self._transport, self._inner, self._strips = transport, inner, strips
 
-    def read(self, local: Indices, remote: Indices) -> Read:
+    def read(self, local: Rows, remote: Rows) -> Read:
         fault = self._transport.next_fault()
         if fault == "refuse":
             raise TransportError("A planned fault: the post is refused.")
@@ -188,7 +188,7 @@ class _Corrupting(_Passing):
     """Changes one byte in the middle of what was read, once it is there."""
 
     strips: tuple[Strip, ...]
-    local: Indices
+    local: Rows
     done: bool = field(default=False)
 
     def poll(self) -> Progress:

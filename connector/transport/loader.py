@@ -9,6 +9,7 @@ succeeded only if every part is done, the transport moved exactly the plan's byt
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy as np
 from connector.control.clock import Clock, lease_clock
 from connector.errors import ConfigError, HmaError, TransportError
 from connector.plan.build import Descriptors, Pairs, descriptors
-from connector.plan.geometry import Geometry, Indices
+from connector.plan.geometry import Geometry, Rows
 from connector.plan.join import Join, join
 from connector.transport.base import Connection, Transport
 from connector.transport.digests import differing_rows
@@ -30,13 +31,21 @@ logger = logging.getLogger("vllm.hma.loads")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """One request's hand-over. pairs: for each group. valid_until: end of the claim, lease clock. digests: for each
-    group those of its pairs' pages, empty where pages are not verified."""
+    group those of its pairs' pages, empty where pages are not verified. deadline: when the load counts as failed, lease
+    clock; the claim may be renewed, the deadline stays."""
 
     request_id: str
     epoch: str
     pairs: tuple[Pairs, ...]
     valid_until: float
     digests: tuple[bytes, ...] = ()
+    deadline: float = math.inf
+
+    def too_late(self, now: float, valid_until: float) -> str:
+        """Why it must not go on, or an empty text. Its own deadline tells more than the lease that ends after it."""
+        if now >= self.deadline:
+            return "load_timeout"
+        return "lease" if now >= valid_until else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +58,8 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `digest`, `lease`, `bytes`, `plan`,
-    `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted;
+    """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `digest`, `lease`, `load_timeout`, `bytes`,
+    `plan`, `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted;
     runs_planned: what the posted ones should be. failures: posts that failed, by kind; each was followed by another one
     unless the load failed. retries: parts that were
     posted again, and rows_again: their rows. bytes_again: bytes that replaced wrong pages.
@@ -153,6 +162,10 @@ class Loader:
             logger.error("The plan of request %s cannot be built: %s", load.request_id, error)
             self._ended.append(Outcome(request_id=load.request_id, reason="plan"))
             return
+        if reason := load.too_late(self._clock(), load.valid_until):
+            logger.warning("Request %s: its load came too late to be started (%s)", load.request_id, reason)
+            self._ended.append(Outcome(request_id=load.request_id, reason=reason))
+            return
         parts = [Part(local, remote, _num_bytes(peer.join, local)) for local, remote in rows.parts(self._max_runs)]
         running = _Running(load, rows, parts, load.valid_until)
         self._running[load.request_id] = running
@@ -173,8 +186,7 @@ class Loader:
         """Look at every read; returns the loads that ended since the last call."""
         now = self._clock()
         for running in list(self._running.values()):
-            if now >= running.valid_until:
-                running.reason = running.reason or "lease"
+            running.reason = running.reason or self._too_late(running, now)
             if self._advance(running, now):
                 del self._running[running.load.request_id]
                 self._ended.append(self._judge(running))
@@ -284,8 +296,7 @@ class Loader:
         done = [telemetry for _, telemetry in ended]
         moved = sum(telemetry.num_bytes for part, telemetry in ended if not part.is_repair)
         reason = running.reason
-        if not reason and self._clock() >= running.valid_until:
-            reason = "lease"
+        reason = reason or self._too_late(running, self._clock())
         if not reason and any(telemetry.num_bytes != part.num_bytes for part, telemetry in ended):
             logger.error(
                 "Request %s: %d bytes planned, %d moved", running.load.request_id, running.rows.num_bytes, moved
@@ -307,6 +318,12 @@ class Loader:
             transfer_seconds=max((telemetry.transfer_seconds for telemetry in done), default=0.0),
         )
 
+    def _too_late(self, running: _Running, now: float) -> str:
+        reason = running.load.too_late(now, running.valid_until)
+        if reason == "load_timeout":
+            logger.warning("Request %s: its load has taken too long and ends", running.load.request_id)
+        return reason
+
     def _drop_leaving(self) -> None:
         busy = {running.load.epoch for running in self._running.values()}
         for epoch in self._leaving - busy:
@@ -314,7 +331,7 @@ class Loader:
         self._leaving &= busy
 
 
-def _num_bytes(joined: Join, local: Indices) -> int:
+def _num_bytes(joined: Join, local: Rows) -> int:
     """Bytes of these rows."""
     sizes = np.array([strip.num_bytes for strip in joined.local_strips], np.int64)
     return int(sizes[np.asarray(local) // joined.local.num_blocks].sum())

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 
 from connector.errors import TransportError
-from connector.plan.geometry import Indices, Region, Strip
+from connector.plan.geometry import Region, Rows, Strip
 from connector.transport.base import Progress, Telemetry
 
 _arenas: dict[bytes, tuple[Region, ...]] = {}
@@ -46,7 +46,7 @@ class LoopbackConnection:
     def __init__(self, peer: bytes, ours: list[tuple[int, int]], theirs: list[tuple[int, int]]) -> None:
         self._peer, self._ours, self._theirs = peer, ours, theirs
 
-    def read(self, local: Indices, remote: Indices) -> LoopbackRead:
+    def read(self, local: Rows, remote: Rows) -> LoopbackRead:
         if self._peer not in _arenas:
             raise TransportError("The peer's arena is gone.")
         started = time.perf_counter()

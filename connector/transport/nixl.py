@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from connector.errors import StackError, TransportError
-from connector.plan.geometry import Indices, Region, Strip
+from connector.plan.geometry import Region, Rows, Strip
 from connector.transport.base import Progress, Telemetry
 
 PROGRESS_DELAY_US = 1000
@@ -86,7 +86,7 @@ class NixlConnection:
     def __init__(self, transport: NixlTransport, name: str, ours: object, theirs: object) -> None:
         self._transport, self._name, self._ours, self._theirs = transport, name, ours, theirs
 
-    def read(self, local: Indices, remote: Indices) -> NixlRead:
+    def read(self, local: Rows, remote: Rows) -> NixlRead:
         agent, backends = self._transport._agent, self._transport._backends
         try:
             handle = agent.make_prepped_xfer("READ", self._ours, local, self._theirs, remote, b"", backends)

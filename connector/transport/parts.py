@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from connector.errors import TransportError
-from connector.plan.geometry import Indices
+from connector.plan.geometry import Rows
 from connector.transport.base import Connection, Progress, Read, Telemetry
 
 
@@ -46,8 +46,8 @@ class Part:
     A part is quiet when nothing of it is being written: only then may its blocks change hands.
     """
 
-    local: Indices
-    remote: Indices
+    local: Rows
+    remote: Rows
     num_bytes: int
     is_repair: bool = False
     attempts: int = 0

@@ -69,7 +69,8 @@ class InboundClaim:
     """One request of D that wants P's KV.
 
     token: names this claim to P, whatever id the client gave its request.
-    deadline: when an unanswered claim counts as refused. valid_until: end of the lease, by D's clock, counted from the
+    deadline: when an unanswered claim counts as refused; once loading, when the load counts as failed and the claim is
+    renewed no more (given_up). valid_until: end of the lease, by D's clock, counted from the
     moment D sent the claim or renewal, so that it never ends after P's own.
     """
 
@@ -84,7 +85,20 @@ class InboundClaim:
     valid_until: float = 0.0
     grant: Granted | None = None
     cancelled: bool = False
+    given_up: bool = False
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether P is to keep the blocks."""
+        return self.state in HOLDS_CLAIM and not self.given_up
+
+    def gives_up(self, now: float) -> bool:
+        """Whether a load is past its deadline; True once, then the claim is held no more."""
+        if self.state is not State.LOADING or self.given_up or now < self.deadline:
+            return False
+        self.given_up = True
+        return True
 
     def move(self, event: Event) -> bool:
         """Apply an event; False, and no change, when the state does not know it."""
