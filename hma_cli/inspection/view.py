@@ -306,13 +306,15 @@ def _records(found: Inspection) -> Iterator[Mapping[str, object]]:
 
 def _findings(found: Inspection) -> Iterator[Finding]:
     no_hma, in_tree, hma = (found.totals[name] for name in ("no_hma", "in_tree", "hma"))
-    if hma is not None and no_hma is not None and no_hma.num_bytes:
-        yield Finding(level="ok", text=f"hma moves {hma.num_bytes / no_hma.num_bytes:.1%} of what moves without HMA.")
-    if hma is not None and in_tree is not None and in_tree.num_bytes:
-        yield Finding(
-            level="ok",
-            text=f"The in-tree connector moves {in_tree.num_bytes / max(1, hma.num_bytes):.3f} times as much.",
-        )
+    if hma is None or not hma.num_bytes:
+        yield Finding(level="ok", text="Nothing moves: D computes the last prompt token and has what that reads.")
+    else:
+        if no_hma is not None and no_hma.num_bytes:
+            share = hma.num_bytes / no_hma.num_bytes
+            yield Finding(level="ok", text=f"hma moves {share:.1%} of what moves without HMA.")
+        if in_tree is not None:
+            times = in_tree.num_bytes / hma.num_bytes
+            yield Finding(level="ok", text=f"The in-tree connector moves {times:.3f} times as much.")
     for name, reason in found.reasons.items():
         yield Finding(level="note", text=f"{NAMES[name]}: {reason}")
     for text in reasons(found.case, found.plan.groups):

@@ -101,7 +101,8 @@ def _drawn(picture: Picture, width: int) -> str:
 
 def _legend(picture: Picture, cells: int, indent: int, width: int) -> Iterator[str]:
     """What the characters mean, in as many lines as it takes."""
-    scale = f"one character: {picture.length / cells:,.0f} {picture.unit}"
+    per_cell = picture.length / cells
+    scale = f"one character: {f'{per_cell:,.0f}' if per_cell >= 10 else f'{per_cell:.2g}'} {picture.unit}"
     parts = [
         *((f"{mark} {text}", f"[{colour}]{mark}[/] {_escape(text)}") for mark, colour, text in picture.styles.values()),
         (scale, f"[dim]{_escape(scale)}[/]"),

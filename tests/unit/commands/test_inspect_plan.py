@@ -105,7 +105,10 @@ def test_two_models_side_by_side(run: Run) -> None:
 def test_one_token_moves_nothing(run: Run) -> None:
     document = json.loads(run("--model", GEMMA, "--prompt-tokens", 1, "--format", "json").out)
     assert document["totals"]["hma"] == document["totals"]["lower_bound"] == {"descriptors": 0, "runs": 0, "bytes": 0}
-    assert "moves        nothing" in run("--model", GEMMA, "--prompt-tokens", 1, "--explain", 6).out
+    printed = run("--model", GEMMA, "--prompt-tokens", 1, "--explain", 6).out
+    assert "moves        nothing" in printed
+    assert "Nothing moves: D computes the last prompt token" in printed
+    assert "times as much" not in printed
 
 
 def test_ten_million_tokens_are_planned_in_seconds(run: Run) -> None:
