@@ -16,10 +16,15 @@ _GPU_UTILISATION = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuShare:
-    """One server's cores and KV space. `cores`: one tuple for each worker (tensor and pipeline parallel rank)."""
+    """One server's cores and KV space. `cores`: one tuple for each worker (tensor and pipeline parallel rank).
+
+    shared: other workers run on these cores, too. Such a worker has one thread, and the kernel places it: see
+    `split_cores`.
+    """
 
     cores: tuple[tuple[int, ...], ...]
     kv_bytes: int
+    shared: bool = False
 
     @property
     def binding(self) -> str:
@@ -27,8 +32,15 @@ class CpuShare:
 
         >>> CpuShare(cores=((0, 1), (2,)), kv_bytes=0).binding
         '0,1|2'
+        >>> CpuShare(cores=((0, 1),), kv_bytes=0, shared=True).binding
+        'nobind'
         """
-        return "|".join(",".join(map(str, worker)) for worker in self.cores)
+        return "nobind" if self.shared else "|".join(",".join(map(str, worker)) for worker in self.cores)
+
+    @property
+    def threads(self) -> int | None:
+        """The value of OMP_NUM_THREADS; None where vLLM takes it from the binding."""
+        return 1 if self.shared else None
 
     @property
     def text(self) -> str:
@@ -36,8 +48,10 @@ class CpuShare:
 
         >>> CpuShare(cores=((0, 1, 2, 5), (6,)), kv_bytes=0).text
         'core 0-2,5|6'
+        >>> CpuShare(cores=((0, 1),), kv_bytes=0, shared=True).text
+        'core 0-1, shared'
         """
-        return "core " + "|".join(_ranges(worker) for worker in self.cores)
+        return "core " + "|".join(_ranges(worker) for worker in self.cores) + (", shared" if self.shared else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +83,18 @@ def share_cpu(
     Two servers with one worker each on cores (0, 1) and 24 GiB: ((0,),), ((1,),) and 1 GiB of KV space each.
     """
     cores = split_cores(machine, workers)
+    shared = sum(workers) > len(machine.cores)
     kv_bytes = kv_space(machine.memory_free, servers=len(workers), weight_bytes=weight_bytes, wanted_gib=kv_space_gib)
-    return tuple(CpuShare(cores=mine, kv_bytes=kv_bytes) for mine in cores)
+    return tuple(CpuShare(cores=mine, kv_bytes=kv_bytes, shared=shared) for mine in cores)
 
 
 def split_cores(machine: Machine, workers: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Every worker gets neighbouring cores of its own, the same number each; they overlap only where cores run out.
+    """Every worker gets neighbouring cores of its own, the same number each, or all of them where cores run out.
+
+    Two workers must not be tied to one core: while a worker waits for its next step it calls sched_yield in a loop
+    (vLLM's shm_broadcast.SpinCondition), without a pause as long as its engine holds blocks for a decode engine. With
+    Linux 6.18 the other worker of that core was not run at all meanwhile, and the blocks were held until it had run.
+    A worker that may move is taken over by a core that has time.
 
     One thread per physical core where that still leaves each worker one: two threads of a core share its vector units.
     A worker that has four cores or more leaves one of them to its server's other processes.
@@ -82,13 +102,12 @@ def split_cores(machine: Machine, workers: tuple[int, ...]) -> tuple[tuple[tuple
     total = sum(workers)
     cores = machine.cores[: machine.physical] if machine.physical >= total else machine.cores
     each = len(cores) // total
+    if each == 0:
+        return tuple((tuple(sorted(cores)),) * count for count in workers)
     shares: list[tuple[int, ...]] = []
     for worker in range(total):
-        if each == 0:
-            shares.append((cores[worker % len(cores)],))
-        else:
-            mine = tuple(sorted(cores)[worker * each : (worker + 1) * each])
-            shares.append(mine[:-1] if each >= _SPARE_CORE_FROM else mine)
+        mine = tuple(sorted(cores)[worker * each : (worker + 1) * each])
+        shares.append(mine[:-1] if each >= _SPARE_CORE_FROM else mine)
     remaining = iter(shares)
     return tuple(tuple(next(remaining) for _ in range(count)) for count in workers)
 

@@ -91,7 +91,8 @@ def _data(session: Session, probe: Probe, curl: str) -> dict[str, Any]:
 
 def _share(share: Share) -> dict[str, Any]:
     if isinstance(share, CpuShare):
-        return {"cores": [list(worker) for worker in share.cores], "kv_bytes": share.kv_bytes}
+        cores = [list(worker) for worker in share.cores]
+        return {"cores": cores, "shared_cores": share.shared, "kv_bytes": share.kv_bytes}
     return {"gpus": list(share.gpus), "gpu_memory_utilization": share.utilisation}
 
 

@@ -247,8 +247,8 @@ def _environment(settings: Settings, share: Share, control_port: int | None) -> 
             ("VLLM_CPU_OMP_THREADS_BIND", share.binding),
             # It would win over --kv-cache-memory-bytes, and takes whole GiB only.
             ("VLLM_CPU_KVCACHE_SPACE", None),
-            # vLLM takes the number of threads from the binding.
-            ("OMP_NUM_THREADS", None),
+            # vLLM takes the number of threads from the binding, where there is one.
+            ("OMP_NUM_THREADS", None if share.threads is None else str(share.threads)),
         ]
     else:
         env += [("CUDA_VISIBLE_DEVICES", ",".join(share.gpus))]

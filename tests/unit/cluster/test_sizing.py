@@ -28,10 +28,11 @@ def gpus(count: int) -> tuple[Gpu, ...]:
         (4, 2, (1, 1, 1, 1), (((0,),), ((1,),), ((2,),), ((3,),))),
         (4, 4, (2, 2), (((0,), (1,)), ((2,), (3,)))),
         (1, 1, (1, 1), (((0,),), ((0,),))),
-        (2, 2, (1, 1, 1), (((0,),), ((1,),), ((0,),))),
+        (2, 2, (1, 1, 1), (((0, 1),), ((0, 1),), ((0, 1),))),  # none of them is tied to a core that another one has
+        (4, 2, (2, 2, 1), (((0, 1, 2, 3), (0, 1, 2, 3)),) * 2 + (((0, 1, 2, 3),),)),
     ],
 )
-def test_cores_are_split_evenly_and_overlap_only_where_they_run_out(cores, physical, workers, expected) -> None:  # type: ignore[no-untyped-def]
+def test_cores_are_split_evenly_and_shared_by_all_only_where_they_run_out(cores, physical, workers, expected) -> None:  # type: ignore[no-untyped-def]
     assert split_cores(machine(cores, physical=physical), workers) == expected
 
 
@@ -43,6 +44,21 @@ def test_kv_space_is_an_eighth_of_the_free_memory_shared(free_gib: int, servers:
         machine(8, free=free_gib * GIB), workers=(1,) * servers, weight_bytes=GIB // 4, kv_space_gib=None
     )
     assert [share.kv_bytes / GIB for share in shares] == [expected_gib] * servers
+
+
+@pytest.mark.parametrize("workers", [(1,), (1, 1), (1, 1, 1), (2, 1), (2, 2), (1,) * 5])
+@pytest.mark.parametrize(("cores", "physical"), [(1, 1), (2, 2), (3, 3), (4, 2), (4, 4)])
+def test_workers_that_are_bound_never_meet_on_a_core(cores: int, physical: int, workers: tuple[int, ...]) -> None:
+    """A worker that spins while it waits would keep another one that cannot leave its core from running."""
+    shares = share_cpu(machine(cores, physical=physical), workers=workers, weight_bytes=0, kv_space_gib=0.5)
+    assert len({share.shared for share in shares}) == 1
+    used = [core for share in shares for worker in share.cores for core in worker]
+    if shares[0].shared:
+        assert sum(workers) > cores
+        assert {(share.binding, share.threads) for share in shares} == {("nobind", 1)}
+    else:
+        assert len(set(used)) == len(used)
+        assert all(share.threads is None for share in shares)
 
 
 def test_a_binding_lists_the_cores_of_each_worker() -> None:

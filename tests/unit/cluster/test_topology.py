@@ -68,6 +68,15 @@ def test_a_printed_line_is_what_would_run() -> None:
     assert "VLLM_HOST_IP=127.0.0.1" in words
 
 
+def test_servers_that_share_cores_are_bound_to_none_and_have_one_thread_each() -> None:
+    shared = CpuShare(cores=((0, 1),), kv_bytes=GIB, shared=True)
+    for server in topology(Settings(decode=2), shares=(shared,) * 3).servers:
+        assert dict(server.env)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert dict(server.env)["OMP_NUM_THREADS"] == "1"
+    for server in topology(Settings(decode=2)).servers:
+        assert dict(server.env)["OMP_NUM_THREADS"] is None
+
+
 def test_each_engine_has_an_id_and_a_control_port_of_its_own() -> None:
     configs = [
         json.loads(option(server.argv, "--kv-transfer-config")) for server in topology(Settings(decode=3)).servers
