@@ -175,8 +175,8 @@ class Inbound:
     def tick(self, now: float) -> float | None:
         """Renew what is due, one message a peer, and ask again what was asked too early.
 
-        The claim of a load that is past its deadline is not renewed: P has its blocks back one lease later at most, even
-        when D's worker is stuck.
+        The claim of a load that is past its deadline is not renewed: P has its blocks back one lease later at most,
+        even when D's worker is stuck.
 
         Returns when to be called again, None when there is nothing to wait for.
         """

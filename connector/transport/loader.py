@@ -58,11 +58,11 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `digest`, `lease`, `load_timeout`, `bytes`,
-    `plan`, `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved and posted;
-    runs_planned: what the posted ones should be. failures: posts that failed, by kind; each was followed by another one
-    unless the load failed. retries: parts that were
-    posted again, and rows_again: their rows. bytes_again: bytes that replaced wrong pages.
+    """How a load ended. reason: empty when it succeeded, else a label: `transfer`, `digest`, `lease`, `load_timeout`,
+    `bytes`, `plan`, `cancelled`. bytes and descriptors: as planned (before merging), and as the transport says it moved
+    and posted; runs_planned: what the posted ones should be. failures: posts that failed, by kind; each was followed by
+    another one unless the load failed. retries: parts that were posted again, and rows_again: their rows.
+    bytes_again: bytes that replaced wrong pages.
     post_seconds: inside the transport's post calls. transfer_seconds: of the longest part, from its post to
     its end as the transport saw it.
     """

@@ -84,10 +84,13 @@ class Decode:
 
     key: bytes = b""
     claim_timeout: float = 2.0
+    load_timeout: float = 60.0
     engine: EngineDescription = field(default_factory=lambda: engine_description("D", uuid.uuid4().hex))
 
     def __post_init__(self) -> None:
-        self.inbound = Inbound(self.engine, claim_timeout=self.claim_timeout, allowed=AllowedPeers())
+        self.inbound = Inbound(
+            self.engine, claim_timeout=self.claim_timeout, load_timeout=self.load_timeout, allowed=AllowedPeers()
+        )
         self.client = ControlClient(Codec(self.key), self.inbound.tick)
         self.inbound.attach(self.client)
 

@@ -102,6 +102,36 @@ def test_renewals_keep_a_claim_beyond_its_first_lease(build: Build) -> None:
     assert p.outbound.open_offers == 1
 
 
+def test_a_load_that_never_ends_keeps_its_blocks_for_no_longer_than_its_timeout_and_a_lease(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D's worker is stuck: nobody reports the load, and the control channel would renew its claim for ever."""
+    p, d = build(Prefill, lease=0.3), build(Decode, load_timeout=0.6)
+    claim = d.claim(p.offer())
+    started = time.monotonic()
+    d.inbound.move("d", Event.LOAD)
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    assert 0.6 < time.monotonic() - started < 0.6 + 0.3 + 0.3
+    assert p.outbound.take_counts() == (1, {}, 1)  # expired on P, as if D had died
+    assert claim.state is State.LOADING  # D's own blocks stay until the worker has seen its reads end
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm.hma.claims"]
+    assert line == "Request d: its load has not ended within 0.6 s; the claim is renewed no more"
+    d.inbound.move("d", Event.FINISH)
+    assert d.inbound.waiting() == 0
+
+
+def test_the_next_load_from_the_same_peer_is_renewed_beside_one_that_never_ends(build: Build) -> None:
+    p, d = build(Prefill, lease=0.3), build(Decode, load_timeout=0.5)
+    d.claim(p.offer("cmpl-1-0-a"), "stuck")
+    d.inbound.move("stuck", Event.LOAD)
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    late = d.claim(p.offer("cmpl-2-0-b"), "good")
+    d.inbound.move("good", Event.LOAD)
+    first = late.valid_until
+    wait_until(lambda: d.inbound.leases()["good"] > first)
+    assert p.outbound.open_offers == 1
+
+
 def test_a_claim_that_p_has_dropped_is_lost_on_d(build: Build) -> None:
     p, d = build(Prefill, lease=0.3), build(Decode)
     claim = d.claim(p.offer())

@@ -23,7 +23,7 @@ from connector.wire.messages import Granted, Reply, Request
 from connector.wire.offers import Offer, parent_of
 from tests.unit.connector.describe import engine_description
 
-LEASE, TIMEOUT, TOKENS = 10.0, 3.0, 47
+LEASE, TIMEOUT, LOAD, TOKENS = 10.0, 3.0, 25.0, 47
 DIGEST = b"d" * 32
 
 
@@ -96,7 +96,7 @@ class FakeNetwork:
 
 
 fates = st.lists(st.tuples(st.sampled_from(["arrives", "lost", "twice"]), st.floats(0.001, 6.0)), max_size=14)
-uses = st.lists(st.sampled_from([Event.FINISH, Event.CANCEL, Event.SKIP]), min_size=1, max_size=4)
+uses = st.lists(st.sampled_from([Event.FINISH, Event.CANCEL, Event.SKIP, Event.LOAD]), min_size=1, max_size=4)
 
 
 @given(fates, uses, st.booleans())
@@ -106,7 +106,7 @@ def test_no_double_grant_no_leak_no_hang(fates: list[tuple[str, float]], uses: l
     network: FakeNetwork
     outbound = Outbound(p_engine, lease=LEASE, clock=lambda: network.now)
     network = FakeNetwork(outbound, fates)
-    inbound = Inbound(d_engine, claim_timeout=TIMEOUT, allowed=AllowedPeers(), clock=network.clock)
+    inbound = Inbound(d_engine, claim_timeout=TIMEOUT, load_timeout=LOAD, allowed=AllowedPeers(), clock=network.clock)
     inbound.attach(network)
     offers = []
     for index in range(len(uses)):
@@ -128,10 +128,11 @@ def test_no_double_grant_no_leak_no_hang(fates: list[tuple[str, float]], uses: l
         elif claim is not None:
             if use is Event.FINISH:
                 inbound.move(f"d{index}", Event.LOAD)
-            inbound.move(f"d{index}", use)
-    assert inbound.waiting() == 0
+            inbound.move(f"d{index}", use)  # LOAD: and then nothing more, for ever
     freed = outbound.take_freed()
-    network.run_until(network.now + LEASE + TIMEOUT + 15.0, inbound.tick)
+    network.run_until(network.now + LOAD + LEASE + TIMEOUT + 15.0, inbound.tick)
     freed += outbound.take_freed()
     assert sorted(freed) == sorted(offers)  # each exactly once, within a lease of the last renewal
+    assert inbound.waiting() == len(inbound.leases())  # only loads that have not been reported
+    assert [name for name in inbound.leases() if not getattr(inbound.poll(name), "given_up", False)] == []
     assert all(len(tokens) == 1 for tokens in network.grants.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,12 +43,18 @@ class Arena:
         self.geometry = Geometry(regions, groups)
 
 
-def load(request_id: str = "r", *, valid_until: float = 100.0, pairs: Sequence[tuple[int, int]] = ((3, 5),)) -> Load:
+def load(
+    request_id: str = "r",
+    *,
+    valid_until: float = 100.0,
+    deadline: float = math.inf,
+    pairs: Sequence[tuple[int, int]] = ((3, 5),),
+) -> Load:
     made = tuple(
         Pairs(np.array([remote for remote, _ in group], np.int64), np.array([local for _, local in group], np.int64))
         for group in (list(pairs), [])
     )
-    return Load(request_id=request_id, epoch="P", pairs=made, valid_until=valid_until)
+    return Load(request_id=request_id, epoch="P", pairs=made, valid_until=valid_until, deadline=deadline)
 
 
 @given(
@@ -226,6 +233,40 @@ def test_bytes_that_landed_after_the_lease_do_not_count() -> None:
     assert loader.poll() == []
     clock.now = 6.0
     assert [outcome.reason for outcome in ended(loader)] == ["lease"]
+
+
+def test_a_load_ends_at_its_deadline_however_long_its_claim_is_renewed() -> None:
+    clock, transport = Clock(), FakeTransport(*["pending"] * 9)
+    loader = fake_loader(transport, clock, read_timeout=4.0, max_attempts=9)
+    loader.start(load(deadline=10.0))
+    for clock.now in (3.0, 6.0, 9.0):
+        loader.extend("r", clock.now + 30.0)
+        assert loader.poll() == []
+    clock.now = 10.0
+    (outcome,) = ended(loader)
+    assert outcome.reason == "load_timeout"
+    assert all(read.ended for read in transport.reads)
+
+
+def test_bytes_that_landed_after_the_deadline_do_not_count() -> None:
+    clock, transport = Clock(), FakeTransport("pending done")
+    loader = fake_loader(transport, clock)
+    loader.start(load(deadline=5.0))
+    assert loader.poll() == []
+    clock.now = 6.0
+    assert [outcome.reason for outcome in ended(loader)] == ["load_timeout"]
+
+
+@pytest.mark.parametrize(("valid_until", "deadline", "reason"), [(5.0, math.inf, "lease"), (5.0, 4.0, "load_timeout")])
+def test_a_load_that_reaches_the_worker_too_late_is_not_started(
+    valid_until: float, deadline: float, reason: str
+) -> None:
+    clock, transport = Clock(), FakeTransport()
+    loader = fake_loader(transport, clock)
+    clock.now = 5.0
+    loader.start(load(valid_until=valid_until, deadline=deadline))
+    assert [outcome.reason for outcome in ended(loader)] == [reason]
+    assert transport.posted == 0
 
 
 def test_a_cancelled_load_posts_nothing_more_and_is_reported_once_it_is_quiet() -> None:
