@@ -252,7 +252,7 @@ def _capacity(found: Inspection) -> Table:
     columns = (
         "",
         "blocks",
-        f"decoding requests of {found.request.prompt_tokens:,} tokens",
+        f"decoding requests of {found.request.prompt_tokens:,}",
         "tokens",
         "tokens by vLLM's count at start-up",
     )
