@@ -1,4 +1,4 @@
-"""`hma launch` with real engines: what it starts, proves and leaves behind. Two launches and one failed start."""
+"""`hma launch` with real engines: what it starts, proves and leaves behind. Three launches and one failed start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,29 @@ def test_a_model_without_windows_works_and_a_killed_worker_ends_all(tmp_path: Pa
         told = " ".join(launch.errors.read_text().split())
         assert "Last lines of decode-0" in told
         assert "while it ran." in told.partition("error (process) decode-0")[2]
+
+
+def test_two_decode_servers_read_from_one_prefill_server_also_when_they_outnumber_the_cores(tmp_path: Path) -> None:
+    import httpx
+
+    arguments = ("--model", str(tiny_gemma3()), "--decode", "2", "--block-size", "32", "--", "--enforce-eager")
+    with launched(tmp_path, *arguments) as launch:
+        assert launch.summary, launch.errors.read_text()
+        servers, probe = launch.summary["servers"], launch.summary["probe"]
+        assert [server["name"] for server in servers] == ["prefill-0", "decode-0", "decode-1"]
+        assert {server["shared_cores"] for server in servers} == {len(os.sched_getaffinity(0)) < 3}
+        assert probe["requests"] == 3  # one for each decode server and one through the router
+        assert probe["bytes_moved"] == probe["bytes_planned"] == 3 * (2 * 7 + 11 * 3) * 4096
+        body = {"model": launch.summary["model"], "max_tokens": 4, "temperature": 0}
+        prompts = [list(range(start, start + 200)) for start in range(100, 180, 10)]
+        with ThreadPoolExecutor(4) as pool, httpx.Client(timeout=60, trust_env=False) as client:
+            url = f"{launch.summary['router']}/v1/completions"
+            answers = list(pool.map(lambda prompt: client.post(url, json=body | {"prompt": prompt}), prompts))
+        assert [answer.status_code for answer in answers] == [200] * len(prompts)
+        launch.look()
+        launch.process.send_signal(signal.SIGINT)
+        assert launch.process.wait(STOP_SECONDS) == 0
+        launch.assert_nothing_left()
 
 
 def test_a_failed_start_ends_all_with_exit_code_2(tmp_path: Path) -> None:
