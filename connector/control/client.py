@@ -10,14 +10,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import zmq
 
 from connector.control.clock import Clock, lease_clock
 from connector.errors import HmaError, PeerUnreachable, ProtocolError
-from connector.wire.codec import MAX_FRAME, Codec, key_from_environment
+from connector.wire.codec import MAX_FRAME, Codec, Unauthorised, keys_from_environment
 from connector.wire.messages import Describe, Described, EngineDescription, Refused, Reply, Request
 
 logger = logging.getLogger("vllm.hma.control")
@@ -25,6 +25,7 @@ logger = logging.getLogger("vllm.hma.control")
 Endpoint = tuple[str, int]
 OnReply = Callable[[Reply | HmaError, float], None]
 T = TypeVar("T")
+MAX_RESEALED = 2  # times that a question is sealed anew: a server may restart in between, not for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,17 @@ class _Question:
     message: Request
     timeout: float
     on_reply: OnReply
+    resealed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
+    """salt: the server's, that the question was sealed with."""
+
     question: _Question
     sent_at: float
     deadline: float
+    salt: bytes
 
 
 class ControlClient:
@@ -58,6 +63,7 @@ class ControlClient:
         self._wake_lock = threading.Lock()
         self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._pending: dict[bytes, _Pending] = {}
+        self._salts: dict[Endpoint, bytes] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hma-claims", daemon=True)
         self._thread.start()
@@ -108,7 +114,7 @@ class ControlClient:
                 if socket is self._far:
                     self._drain_wakes()
                 else:
-                    self._receive(socket)
+                    self._receive(socket, poller)
             running = self._run_commands(poller)
         for socket in self._sockets.values():
             socket.close(linger=200)
@@ -136,10 +142,11 @@ class ControlClient:
 
     def _send(self, question: _Question, poller: zmq.Poller) -> None:
         now = self._clock()
+        salt = self._salts.get(question.endpoint, b"")
         try:
-            frame, nonce = self._codec.request(question.message)
+            frame, nonce = self._codec.request(question.message, salt)
             self._socket(question.endpoint, poller).send(frame, zmq.NOBLOCK)
-            self._pending[nonce] = _Pending(question, now, now + question.timeout)
+            self._pending[nonce] = _Pending(question, now, now + question.timeout, salt)
         except (zmq.ZMQError, ValueError, TypeError) as error:
             unreachable = PeerUnreachable(f"Cannot reach {_name(question.endpoint)}: {error}.")
             self._guarded(question.on_reply, unreachable, now)
@@ -152,22 +159,32 @@ class ControlClient:
         return self._sockets[endpoint]
 
     def _drop(self, endpoint: Endpoint, poller: zmq.Poller) -> None:
+        self._salts.pop(endpoint, None)
         if (socket := self._sockets.pop(endpoint, None)) is not None:
             poller.unregister(socket)
             socket.close(linger=0)
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+    def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)
-            reply, nonce = self._codec.read_reply(frames[-1])
+            reply, nonce = read_reply(self._codec, frames[-1])
         except zmq.ZMQError:
             return
         except ProtocolError as error:
             logger.warning("control channel: a reply was dropped: %s", error)
             return
         pending = self._pending.pop(nonce, None)
-        if pending is not None:
-            self._guarded(pending.question.on_reply, reply, pending.sent_at)
+        if pending is None:
+            return
+        endpoint = pending.question.endpoint
+        if isinstance(reply, Refused) and reply.salt and reply.salt != pending.salt and self._codec.keys:
+            # The server has (another) salt: seal the question with it. One that never fits ends with the deadline.
+            self._salts[endpoint] = reply.salt
+            left, resealed = pending.deadline - self._clock(), pending.question.resealed
+            if left > 0 and resealed < MAX_RESEALED:
+                self._send(replace(pending.question, timeout=left, resealed=resealed + 1), poller)
+                return
+        self._guarded(pending.question.on_reply, reply, pending.sent_at)
 
     def _expire(self, now: float) -> None:
         for nonce in [nonce for nonce, pending in self._pending.items() if pending.deadline <= now]:
@@ -188,22 +205,40 @@ class ControlClient:
 
 def describe(host: str, port: int, *, timeout: float = 5.0, codec: Codec | None = None) -> EngineDescription:
     """Ask one engine who it is. PeerUnreachable when it does not answer, ProtocolError when it refuses."""
-    codec = codec or Codec(key_from_environment())
-    frame, nonce = codec.request(Describe())
+    codec = codec or Codec(keys_from_environment())
     with zmq.Context() as context:
         socket = open_socket(context, (host, port))
         try:
-            socket.send(frame)
-            if not socket.poll(int(timeout * 1000)):
-                raise PeerUnreachable(f"No answer from {_name((host, port))} within {timeout:g} s.")
-            reply, answered = codec.read_reply(socket.recv())
+            reply = _asked(socket, codec, (host, port), timeout, b"")
+            if isinstance(reply, Refused) and reply.salt and codec.keys:
+                reply = _asked(socket, codec, (host, port), timeout, reply.salt)
         finally:
             socket.close(linger=0)
     if isinstance(reply, Refused):
         raise ProtocolError(f"{_name((host, port))} refuses: {reply.reason}. {reply.detail}")
-    if not isinstance(reply, Described) or answered != nonce:
+    if not isinstance(reply, Described):
         raise ProtocolError(f"{_name((host, port))} gave an answer to another question.")
     return reply.engine
+
+
+def read_reply(codec: Codec, frame: bytes) -> tuple[Reply, bytes]:
+    """A reply and its nonce, sealed as it must be, or the one that says how requests are to be sealed."""
+    try:
+        return codec.read_reply(frame)
+    except Unauthorised:
+        salt, nonce = codec.read_salt(frame)
+        return Refused(reason="unauthorised", salt=salt), nonce
+
+
+def _asked(socket: zmq.Socket[bytes], codec: Codec, endpoint: Endpoint, timeout: float, salt: bytes) -> Reply:
+    frame, nonce = codec.request(Describe(), salt)
+    socket.send(frame)
+    if not socket.poll(int(timeout * 1000)):
+        raise PeerUnreachable(f"No answer from {_name(endpoint)} within {timeout:g} s.")
+    reply, answered = read_reply(codec, socket.recv())
+    if answered != nonce:
+        raise ProtocolError(f"{_name(endpoint)} gave an answer to another question.")
+    return reply
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> zmq.Socket[bytes]:

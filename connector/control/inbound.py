@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from connector.control.clock import Clock, lease_clock
 from connector.control.peers import AllowedPeers, Endpoint, Peer
-from connector.errors import HmaError, ProtocolError
+from connector.errors import HmaError, PeerUnreachable, ProtocolError
 from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.compare import fingerprint
 from connector.wire.handle import Handle
@@ -36,6 +37,16 @@ from connector.wire.offers import Refusal
 logger = logging.getLogger("vllm.hma.claims")
 
 RELEASE_TIMEOUT = 5.0
+FIRST_AWAY, MAX_AWAY = 0.5, 5.0  # seconds that a silent peer is left alone
+MAX_PEERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A peer that does not answer: how often in a row, and until when nobody asks it."""
+
+    silences: int
+    until: float
 
 
 class Rpc(Protocol):
@@ -77,6 +88,7 @@ class Inbound:
         self._peers: dict[Endpoint, Peer] = {}
         self._asking: dict[Endpoint, list[InboundClaim]] = {}
         self._renew_at: dict[Endpoint, float] = {}
+        self._away: dict[Endpoint, _Away] = {}
         self._early: list[tuple[float, Peer, InboundClaim]] = []  # claims to ask again, and when
         self._dropped: list[str] = []
         self._rpc: Rpc | None = None
@@ -104,6 +116,8 @@ class Inbound:
             endpoint = self._endpoint(handle)
             if endpoint is None:
                 claim.refused("not_allowed", f"{handle.host} is not among the allowed peers")
+            elif (away := self._away.get(endpoint)) is not None and self._clock() < away.until:
+                claim.refused("unreachable", f"{endpoint[0]}:{endpoint[1]} has not answered {away.silences} times")
             elif (peer := self._peers.get(endpoint)) is not None and peer.epoch == handle.epoch:
                 self._claim(peer, claim)
             else:
@@ -216,6 +230,18 @@ class Inbound:
         assert self._rpc is not None, "a claim was opened before the control client was attached"
         self._rpc.ask(endpoint, message, timeout=timeout, on_reply=on_reply)
 
+    def _note(self, endpoint: Endpoint, reply: Reply | HmaError) -> None:
+        """Silence makes a peer count as away for a while, twice as long each time; any answer ends that."""
+        if not isinstance(reply, PeerUnreachable):
+            self._away.pop(endpoint, None)
+            return
+        silences = self._away[endpoint].silences + 1 if endpoint in self._away else 1
+        pause = min(MAX_AWAY, FIRST_AWAY * 2 ** min(silences - 1, 16))
+        self._away.pop(endpoint, None)
+        self._away[endpoint] = _Away(silences, self._clock() + pause)
+        if len(self._away) > MAX_PEERS:
+            del self._away[next(iter(self._away))]
+
     def _ask_who(self, endpoint: Endpoint, claim: InboundClaim) -> None:
         waiting = self._asking.setdefault(endpoint, [])
         waiting.append(claim)
@@ -226,6 +252,7 @@ class Inbound:
     def _described(self, endpoint: Endpoint, reply: Reply | HmaError) -> None:
         with self._lock:
             waiting = self._asking.pop(endpoint, [])
+            self._note(endpoint, reply)
             if not isinstance(reply, Described):
                 reason, detail = _reason(reply)
                 for claim in waiting:
@@ -244,7 +271,11 @@ class Inbound:
 
     def _claim(self, peer: Peer, claim: InboundClaim) -> None:
         handle = claim.handle
-        if handle.engine_id != peer.engine.engine_id:
+        if peer.epoch == self._engine.epoch:
+            where = f"{peer.endpoint[0]}:{peer.endpoint[1]}"
+            remedy = "give each engine an advertised_host and control_port of its own"
+            claim.refused("engine", f"the handle leads to this engine itself, at {where}: {remedy}")
+        elif handle.engine_id != peer.engine.engine_id:
             reached = f"reached engine {peer.engine.engine_id} at {peer.endpoint[0]}:{peer.endpoint[1]}"
             claim.refused("engine", f"wanted engine {handle.engine_id}, {reached}")
         elif handle.epoch != peer.epoch:
@@ -266,6 +297,7 @@ class Inbound:
 
     def _answered(self, peer: Peer, claim: InboundClaim, reply: Reply | HmaError, sent_at: float) -> None:
         with self._lock:
+            self._note(peer.endpoint, reply)
             if isinstance(reply, Granted):
                 problem = _misfit(reply, peer)
                 taken = claim.refused("malformed", problem) if problem else claim.granted(reply, sent_at)

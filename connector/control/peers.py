@@ -48,7 +48,8 @@ class Peer:
 
 
 class AllowedPeers:
-    """Hosts that a handle may name: addresses, networks or host names. Loopback unless told otherwise."""
+    """Hosts that D may be sent to, and that P answers: addresses, networks or host names. Loopback unless told
+    otherwise."""
 
     def __init__(self, allowed: Iterable[str] = LOOPBACK) -> None:
         self._names: set[str] = set()
@@ -69,6 +70,24 @@ class AllowedPeers:
         if address is not None and any(address in network for network in self._networks):
             return str(address)
         return None
+
+    def permits(self, source: str) -> bool:
+        """Whether a connection from this address is answered. Host names are looked up when they are needed."""
+        address = _address(source)
+        if address is None:
+            return False
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        if any(mapped in network for network in self._networks):
+            return True
+        return any(str(mapped) in _looked_up(name) for name in self._names)
+
+
+@lru_cache(maxsize=256)
+def _looked_up(name: str) -> frozenset[str]:
+    try:
+        return frozenset(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
+    except OSError:
+        return frozenset()
 
 
 @lru_cache(maxsize=256)

@@ -30,8 +30,9 @@ from connector.plan.geometry import Geometry
 from connector.transport.digests import cut_out
 from connector.transport.loader import Load, PeerMemory
 from connector.wire.claims import Event, InboundClaim, State
-from connector.wire.codec import Codec, key_from_environment
+from connector.wire.codec import Codec, keys_from_environment
 from connector.wire.described import described_groups, described_regions, described_shares
+from connector.wire.guards import Limits
 from connector.wire.handle import Handle
 from connector.wire.messages import (
     PROTOCOL,
@@ -85,13 +86,14 @@ class SchedulerSide:
             raise ConfigError(f"Handshake data of ranks {sorted(ranks)}; this version serves one rank.")
         self._geometry = ranks[0].geometry
         engine = self._describe(ranks[0])
-        codec = Codec(key_from_environment())
+        codec = Codec(keys_from_environment())
+        allowed = AllowedPeers(self._settings.allowed_peers)
         self._outbound = Outbound(engine, lease=self._settings.lease_seconds)
         self._inbound = Inbound(
             engine,
             claim_timeout=self._settings.claim_timeout,
             load_timeout=self._settings.load_timeout,
-            allowed=AllowedPeers(self._settings.allowed_peers),
+            allowed=allowed,
         )
         self._server = ControlServer(
             self._settings.control_host,
@@ -99,6 +101,8 @@ class SchedulerSide:
             codec,
             self._outbound.handle,
             self._outbound.count_refused,
+            allowed=allowed,
+            limits=Limits(rate=self._settings.control_rate, burst=4 * self._settings.control_rate),
         )
         self._client = ControlClient(codec, self._inbound.tick)
         self._inbound.attach(self._client)
@@ -108,7 +112,7 @@ class SchedulerSide:
             self._epoch,
             self._settings.control_host,
             self._server.port,
-            "authenticated" if codec.key else "not authenticated",
+            "authenticated" if codec.keys else "not authenticated",
             ", ".join(f"{g.kind}[{g.num_layers}]" for g in engine.groups),
         )
 

@@ -21,7 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lease_seconds: how long P keeps an unclaimed prompt, and a claim without renewal.
     claim_timeout: seconds until D treats an unanswered claim as refused.
     load_timeout: seconds that a load may take, all of its attempts included; P's blocks are then let go.
-    allowed_peers: hosts and networks that a handle may name.
+    allowed_peers: hosts and networks that a handle may name, and that are answered.
+    control_rate: requests a second that one peer may send for long; four times as many at once.
     backends: NIXL plugins. part_runs: merged descriptors in one part. max_attempts: posts of one part.
     read_timeout: seconds until a read that does not end counts as failed.
     verify_pages: P publishes a digest of each page, D compares; needs it on both engines, and host memory.
@@ -35,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     claim_timeout: Annotated[float, Meta(gt=0, le=600)] = 5.0
     load_timeout: Annotated[float, Meta(gt=0, le=3600)] = 120.0
     allowed_peers: tuple[str, ...] = LOOPBACK
+    control_rate: Annotated[float, Meta(gt=0, le=1e6)] = 500.0
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
     part_runs: Annotated[int, Meta(ge=1, le=65536)] = 1024
     max_attempts: Annotated[int, Meta(ge=1, le=16)] = 4

@@ -178,10 +178,14 @@ class Granted(_Message, frozen=True, kw_only=True, tag="granted"):
 
 
 class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
-    """No. `reason` is one of `wire.offers.Refusal` or `unauthorised` or `malformed`."""
+    """No. `reason` is one of `wire.offers.Refusal`.
+
+    salt: with `unauthorised`, what the macs of requests to this life of the server must cover.
+    """
 
     reason: ShortText
     detail: Text = ""
+    salt: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class NotYet(_Message, frozen=True, kw_only=True, tag="not_yet"):

@@ -55,6 +55,9 @@ class Refusal(StrEnum):
     INCOMPATIBLE = "incompatible"
     UNAUTHORISED = "unauthorised"
     MALFORMED = "malformed"
+    REPLAYED = "replayed"
+    THROTTLED = "throttled"
+    NOT_ALLOWED = "not_allowed"
 
 
 TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(

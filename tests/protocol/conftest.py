@@ -41,14 +41,17 @@ def wait_until(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
 class Prefill:
     """P: offers and their server."""
 
-    key: bytes = b""
+    keys: tuple[bytes, ...] = ()
     port: int = 0
     lease: float = 30.0
+    server_options: dict[str, Any] = field(default_factory=dict)
     engine: EngineDescription = field(default_factory=lambda: engine_description("P", uuid.uuid4().hex))
 
     def __post_init__(self) -> None:
         self.outbound = Outbound(self.engine, lease=self.lease)
-        self.server = ControlServer(HOST, self.port, Codec(self.key), self.outbound.handle, self.outbound.count_refused)
+        self.server = ControlServer(
+            HOST, self.port, Codec(self.keys), self.outbound.handle, self.outbound.count_refused, **self.server_options
+        )
 
     def offer(
         self, request_id: str = "cmpl-1-0-a", digest: bytes = DIGEST, digests: tuple[bytes, ...] | None = ()
@@ -82,7 +85,7 @@ class Prefill:
 class Decode:
     """D: claims and their client."""
 
-    key: bytes = b""
+    keys: tuple[bytes, ...] = ()
     claim_timeout: float = 2.0
     load_timeout: float = 60.0
     engine: EngineDescription = field(default_factory=lambda: engine_description("D", uuid.uuid4().hex))
@@ -91,7 +94,7 @@ class Decode:
         self.inbound = Inbound(
             self.engine, claim_timeout=self.claim_timeout, load_timeout=self.load_timeout, allowed=AllowedPeers()
         )
-        self.client = ControlClient(Codec(self.key), self.inbound.tick)
+        self.client = ControlClient(Codec(self.keys), self.inbound.tick)
         self.inbound.attach(self.client)
 
     def claim(self, params: dict[str, Any], request_id: str = "d", digest: bytes = DIGEST) -> InboundClaim:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,13 @@ import msgspec
 import pytest
 import zmq
 
-from connector.control.client import describe
+from connector.control.client import describe, read_reply
 from connector.control.peers import AllowedPeers
 from connector.errors import ConfigError, PeerUnreachable, ProtocolError, ResourceError
 from connector.wire.claims import Event, State
 from connector.wire.codec import Codec
-from connector.wire.messages import EngineDescription
+from connector.wire.guards import Limits
+from connector.wire.messages import Describe, Described, EngineDescription, Refused, Reply
 from tests.protocol.conftest import DIGEST, HOST, TOKENS, Decode, Prefill, wait_until
 from tests.unit.connector.describe import engine_description
 
@@ -200,17 +202,20 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 
 @pytest.mark.parametrize(
-    ("p_key", "d_key", "state"),
+    ("p_keys", "d_keys", "state"),
     [
-        (KEY, KEY, "granted"),
-        (KEY, b"", "refused"),
-        (KEY, OTHER, "refused"),
-        (b"", KEY, "refused"),
+        ((KEY,), (KEY,), "granted"),
+        ((KEY, OTHER), (OTHER,), "granted"),
+        ((OTHER,), (OTHER, KEY), "granted"),
+        ((OTHER, KEY), (KEY, OTHER), "granted"),
+        ((KEY,), (), "refused"),
+        ((KEY,), (OTHER,), "refused"),
+        ((), (KEY,), "refused"),
     ],
-    ids=["same key", "no key", "wrong key", "key on D only"],
+    ids=["same", "P knows the old one too", "D knows the old one too", "both", "no key", "wrong key", "key on D only"],
 )
-def test_authentication(build: Build, p_key: bytes, d_key: bytes, state: str) -> None:
-    p, d = build(Prefill, key=p_key), build(Decode, key=d_key, claim_timeout=0.4)
+def test_authentication(build: Build, p_keys: tuple[bytes, ...], d_keys: tuple[bytes, ...], state: str) -> None:
+    p, d = build(Prefill, keys=p_keys), build(Decode, keys=d_keys, claim_timeout=0.4 if state == "refused" else 5.0)
     claim = d.claim(p.offer())
     assert claim.state == state
     if state == "refused":
@@ -219,12 +224,114 @@ def test_authentication(build: Build, p_key: bytes, d_key: bytes, state: str) ->
         assert d.inbound.peer_of(claim) is None
 
 
+class Recorder:
+    """A raw socket that sends what it is told and remembers what came back."""
+
+    def __init__(self, port: int) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://{HOST}:{port}")
+
+    def ask(self, frame: bytes, codec: Codec, wait_ms: int = 2000) -> Reply | None:
+        self.socket.send(frame)
+        return read_reply(codec, self.socket.recv())[0] if self.socket.poll(wait_ms) else None
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def test_a_recorded_exchange_is_worth_nothing_to_whoever_replays_it(build: Build) -> None:
+    """X2: neither to the same life of the server nor to the next one."""
+    p = build(Prefill, keys=(KEY,))
+    codec, recorder = Codec((KEY,)), build(Recorder, port=p.server.port)
+    first = recorder.ask(codec.request(Describe())[0], codec)
+    assert isinstance(first, Refused)
+    assert (first.reason, len(first.salt)) == ("unauthorised", 16)
+    frame, _ = codec.request(Describe(), first.salt)
+    assert isinstance(recorder.ask(frame, codec), Described)
+    again = recorder.ask(frame, codec)
+    assert isinstance(again, Refused)
+    assert again.reason == "replayed"
+    p.close()
+    reborn = build(Prefill, keys=(KEY,))
+    later = build(Recorder, port=reborn.server.port).ask(frame, codec)
+    assert isinstance(later, Refused)
+    assert later.reason == "unauthorised"
+
+
+def test_a_client_seals_anew_for_a_restarted_server(build: Build) -> None:
+    first, d = build(Prefill, keys=(KEY,)), build(Decode, keys=(KEY,))
+    assert d.claim(first.offer(), request_id="one").state is State.GRANTED
+    first.close()
+    second = build(Prefill, keys=(KEY,), port=first.server.port)
+    assert d.claim(second.offer("cmpl-2-0-b"), request_id="two").state is State.GRANTED
+
+
+def test_a_flood_of_strangers_does_not_keep_a_peer_from_its_answer(build: Build) -> None:
+    """X1: 3,000 frames from 30 connections, and a peer that asks in the middle of them."""
+    limits = Limits(rate=100.0, burst=100.0, strangers=50.0)
+    p, d = build(Prefill, server_options={"limits": limits}), build(Decode)
+    assert d.claim(p.offer("cmpl-0-0-a"), request_id="before").state is State.GRANTED
+    strangers = [build(Recorder, port=p.server.port) for _ in range(30)]
+    for _ in range(100):
+        for stranger in strangers:
+            stranger.socket.send(b"HMA" + bytes(40))
+    assert d.claim(p.offer("cmpl-1-0-b"), request_id="amid").state is State.GRANTED
+    wait_until(lambda: p.outbound._refused["throttled"] >= 1000, 10.0)
+    assert d.claim(p.offer("cmpl-2-0-c"), request_id="after").state is State.GRANTED
+
+
+def test_a_peer_over_its_rate_is_throttled_and_comes_back(build: Build) -> None:
+    p = build(Prefill, server_options={"limits": Limits(rate=50.0, burst=20.0, strangers=20.0)})
+    codec, recorder = Codec(), build(Recorder, port=p.server.port)
+    answers = [recorder.ask(codec.request(Describe())[0], codec, wait_ms=200) for _ in range(40)]
+    assert sum(answer is None for answer in answers) >= 1
+    assert p.outbound.take_counts()[1]["throttled"] >= 1
+    time.sleep(0.3)
+    assert isinstance(recorder.ask(codec.request(Describe())[0], codec), Described)
+
+
+def test_p_answers_only_allowed_addresses(build: Build) -> None:
+    p = build(Prefill, server_options={"allowed": AllowedPeers(["192.0.2.0/24"])})
+    with pytest.raises(ProtocolError, match=r"not_allowed.*127\.0\.0\.1"):
+        describe(HOST, p.server.port, timeout=2.0)
+    assert p.outbound.take_counts()[1] == {"not_allowed": 1}
+    named = build(Prefill, server_options={"allowed": AllowedPeers(["localhost"])})
+    assert describe(HOST, named.server.port, timeout=2.0) == named.engine
+
+
+def test_a_silent_peer_is_left_alone_for_a_while_and_then_asked_again(build: Build) -> None:
+    p, d = build(Prefill), build(Decode, claim_timeout=0.3)
+    handle = p.offer()
+    p.close()
+    assert d.claim(handle, request_id="first").reason == "timeout"
+    wait_until(lambda: d.inbound._away)
+    started = time.monotonic()
+    assert d.claim(handle, request_id="second").reason == "unreachable"
+    assert time.monotonic() - started < 0.2
+    reborn = build(Prefill, port=p.server.port)
+    time.sleep(0.6)
+    assert d.claim(reborn.offer(), request_id="third").state is State.GRANTED
+    assert d.claim(reborn.offer("cmpl-2-0-b"), request_id="fourth").state is State.GRANTED
+
+
+def test_a_handle_that_leads_to_the_engine_itself_says_so(build: Build) -> None:
+    """S3."""
+    engine = engine_description("P", uuid.uuid4().hex)
+    p, d = build(Prefill, engine=engine), build(Decode, engine=engine)
+    claim = d.claim(p.offer())
+    assert claim.reason == "engine"
+    for part in ("this engine itself", str(p.server.port), "advertised_host", "control_port"):
+        assert part in claim.detail
+
+
 def test_a_stranger_learns_nothing_but_unauthorised(build: Build) -> None:
-    p = build(Prefill, key=KEY)
+    p = build(Prefill, keys=(KEY,))
     with pytest.raises(ProtocolError) as caught:
         describe(HOST, p.server.port, timeout=2.0, codec=Codec())
     assert p.engine.epoch not in str(caught.value)
-    assert describe(HOST, p.server.port, timeout=2.0, codec=Codec(KEY)) == p.engine
+    assert describe(HOST, p.server.port, timeout=2.0, codec=Codec((KEY,))) == p.engine
 
 
 def test_describe_says_when_nobody_answers() -> None:

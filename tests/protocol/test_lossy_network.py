@@ -58,7 +58,7 @@ class FakeNetwork:
         number, sent = self.asked, self.now
         self.asked += 1
         frame, _ = Codec().request(message)  # as on a wire: nothing but bytes is shared
-        decoded, nonce = Codec().read_request(frame)
+        decoded, nonce, _ = Codec().read_request(frame)
 
         def answer(reply: Reply | HmaError) -> None:
             if number not in self.answered:

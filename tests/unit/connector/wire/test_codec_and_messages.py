@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.errors import ConfigError, ProtocolError
-from connector.wire.codec import MAX_FRAME, Codec, Unauthorised, key_from_environment
+from connector.wire.codec import MAX_FRAME, Codec, Unauthorised, keys_from_environment
 from connector.wire.digest import prompt_digest
 from connector.wire.handle import Handle
 from connector.wire.messages import (
@@ -42,37 +42,55 @@ REPLIES = [
 ]
 
 
-@pytest.mark.parametrize("key", [b"", KEY], ids=["open", "keyed"])
+@pytest.mark.parametrize("key", [(), (KEY,)], ids=["open", "keyed"])
 @pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
-def test_requests_come_back(key: bytes, message: Any) -> None:
-    frame, nonce = Codec(key).request(message)
-    assert Codec(key).read_request(frame) == (message, nonce)
+def test_requests_come_back(key: tuple[bytes, ...], message: Any) -> None:
+    frame, nonce = Codec(key).request(message, salt=b"salt")
+    assert Codec(key).read_request(frame, salt=b"salt") == (message, nonce, key[0] if key else b"")
 
 
-@pytest.mark.parametrize("key", [b"", KEY], ids=["open", "keyed"])
+@pytest.mark.parametrize("key", [(), (KEY,)], ids=["open", "keyed"])
 @pytest.mark.parametrize("message", REPLIES, ids=lambda message: type(message).__name__)
-def test_replies_come_back_with_their_requests_nonce(key: bytes, message: Any) -> None:
+def test_replies_come_back_with_their_requests_nonce(key: tuple[bytes, ...], message: Any) -> None:
     nonce = bytes(range(16))
     assert Codec(key).read_reply(Codec(key).reply(message, nonce)) == (message, nonce)
 
 
 @given(st.data())
 def test_with_a_key_any_flipped_bit_is_refused(data: st.DataObject) -> None:
-    frame, _ = Codec(KEY).request(CLAIM)
+    frame, _ = Codec((KEY,)).request(CLAIM)
     index = data.draw(st.integers(0, len(frame) - 1))
     flipped = bytes([*frame[:index], frame[index] ^ (1 << data.draw(st.integers(0, 7))), *frame[index + 1 :]])
     with pytest.raises(ProtocolError):
-        Codec(KEY).read_request(flipped)
+        Codec((KEY,)).read_request(flipped)
 
 
 def test_no_key_another_key_and_another_direction_are_unauthorised() -> None:
-    for other in (Codec(), Codec(b"x" * 32)):
+    for other in (Codec(), Codec((b"x" * 32,))):
         with pytest.raises(Unauthorised):
-            Codec(KEY).read_request(other.request(CLAIM)[0])
+            Codec((KEY,)).read_request(other.request(CLAIM)[0])
     with pytest.raises(Unauthorised):
-        Codec().read_request(Codec(KEY).request(CLAIM)[0])
+        Codec().read_request(Codec((KEY,)).request(CLAIM)[0])
     with pytest.raises(Unauthorised):
-        Codec(KEY).read_reply(Codec(KEY).request(CLAIM)[0])
+        Codec((KEY,)).read_reply(Codec((KEY,)).request(CLAIM)[0])
+    with pytest.raises(Unauthorised):
+        Codec((KEY,)).read_request(Codec((KEY,)).request(CLAIM, salt=b"one")[0], salt=b"two")
+
+
+def test_two_keys_are_accepted_and_the_reply_is_sealed_like_its_request() -> None:
+    other = b"o" * 32
+    p, old, new = Codec((KEY, other)), Codec((KEY,)), Codec((other,))
+    for d, key in ((old, KEY), (new, other)):
+        frame, nonce = d.request(CLAIM)
+        _, _, sealed = p.read_request(frame)
+        assert sealed == key
+        assert d.read_reply(p.reply(Refused(reason="unknown"), nonce, sealed)) == (Refused(reason="unknown"), nonce)
+
+
+def test_no_two_requests_have_one_nonce() -> None:
+    codecs = [Codec(), Codec()]
+    nonces = [codec.request(CLAIM)[1] for codec in codecs for _ in range(100)]
+    assert len(set(nonces)) == 200
 
 
 @given(st.binary(max_size=200))
@@ -96,16 +114,24 @@ def test_cut_and_oversized_frames_and_other_protocols() -> None:
 
 
 def test_the_key_is_not_shown_and_is_read_from_the_environment(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    assert "kkk" not in repr(Codec(KEY))
+    assert "kkk" not in repr(Codec((KEY,)))
     path = tmp_path / "key"
     path.write_text("y" * 40 + "\n")
-    assert key_from_environment({}) == b""
-    assert key_from_environment({"HMA_KEY": "z" * 20}) == b"z" * 20
-    assert key_from_environment({"HMA_KEY_FILE": str(path)}) == b"y" * 40
-    with pytest.raises(ConfigError, match="at least 16"):
-        key_from_environment({"HMA_KEY": "short"})
+    assert keys_from_environment({}) == ()
+    assert keys_from_environment({"HMA_KEY": "z" * 20}) == (b"z" * 20,)
+    assert keys_from_environment({"HMA_KEY": "z" * 20 + " , " + "a" * 20}) == (b"z" * 20, b"a" * 20)
+    assert keys_from_environment({"HMA_KEY_FILE": str(path)}) == (b"y" * 40,)
+    path.write_text("y" * 40 + "\n\n" + "w" * 40 + "\n")
+    assert keys_from_environment({"HMA_KEY_FILE": str(path)}) == (b"y" * 40, b"w" * 40)
+    for keys in ("short", "z" * 20 + ",short"):
+        with pytest.raises(ConfigError, match="at least 16") as caught:
+            keys_from_environment({"HMA_KEY": keys})
+        assert "zzz" not in str(caught.value)
+    for keys in (",", ",".join(["z" * 20] * 3)):
+        with pytest.raises(ConfigError, match="shared keys"):
+            keys_from_environment({"HMA_KEY": keys})
     with pytest.raises(ConfigError, match="key file"):
-        key_from_environment({"HMA_KEY_FILE": str(tmp_path / "none")})
+        keys_from_environment({"HMA_KEY_FILE": str(tmp_path / "none")})
 
 
 def test_the_digest_tells_apart_all_that_changes_the_kv() -> None:
