@@ -37,6 +37,7 @@ from connector.wire.offers import Refusal
 logger = logging.getLogger("vllm.hma.claims")
 
 RELEASE_TIMEOUT = 5.0
+_STUCK_LOOK = 1.0  # seconds between looks at whether a stuck engine steps again
 FIRST_AWAY, MAX_AWAY = 0.5, 5.0  # seconds that a silent peer is left alone
 MAX_PEERS = 4096
 
@@ -68,7 +69,8 @@ class Inbound:
     """All claims and peers of one decode engine.
 
     claim_timeout: seconds from a request's arrival until an unanswered claim counts as refused. load_timeout: seconds
-    that the claim of a load is renewed for; a worker that has not reported by then may never do so.
+    that the claim of a load is renewed for, and that claims are renewed for an engine that does not step: a worker that
+    has not reported by then may never do so.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Inbound:
         self._away: dict[Endpoint, _Away] = {}
         self._early: list[tuple[float, Peer, InboundClaim]] = []  # claims to ask again, and when
         self._dropped: list[str] = []
+        self._stepped_at, self._told_stuck = clock(), False
         self._rpc: Rpc | None = None
 
     def attach(self, rpc: Rpc) -> None:
@@ -102,7 +105,8 @@ class Inbound:
     def open(self, request_id: str, params: Mapping[str, Any], digest: bytes, num_tokens: int) -> InboundClaim:
         """A request with a handle has arrived: ask P for its blocks."""
         with self._lock:
-            deadline = self._clock() + self._claim_timeout
+            self._stepped_at = self._clock()
+            deadline = self._stepped_at + self._claim_timeout
             try:
                 handle = Handle.from_params(params)
             except ProtocolError as error:
@@ -162,8 +166,9 @@ class Inbound:
         return self._clock() + self._load_timeout
 
     def leases(self) -> dict[str, float]:
-        """Request id to `valid_until` of every load under way."""
+        """Request id to `valid_until` of every load under way. Asked in each step: the engine is alive."""
         with self._lock:
+            self._stepped_at = self._clock()
             return {rid: c.valid_until for rid, c in self._claims.items() if c.state is State.LOADING}
 
     def waiting(self) -> int:
@@ -189,8 +194,8 @@ class Inbound:
     def tick(self, now: float) -> float | None:
         """Renew what is due, one message a peer, and ask again what was asked too early.
 
-        The claim of a load that is past its deadline is not renewed: P has its blocks back one lease later at most,
-        even when D's worker is stuck.
+        The claim of a load that is past its deadline is not renewed, and none is while the engine does not step: P has
+        its blocks back one lease later at most, even when D's worker or its whole engine is stuck.
 
         Returns when to be called again, None when there is nothing to wait for.
         """
@@ -212,13 +217,28 @@ class Inbound:
                     )
                 if claim.is_held and claim.grant is not None and endpoint is not None:
                     held.setdefault(endpoint, {})[claim.grant.request_id] = claim
+            stuck = self._is_stuck(now, len(self._claims))
             for endpoint, claims in held.items():
-                if now >= self._renew_at.get(endpoint, 0.0):
+                if now >= self._renew_at.get(endpoint, 0.0) and stuck:
+                    self._renew_at[endpoint] = now + _STUCK_LOOK
+                elif now >= self._renew_at.get(endpoint, 0.0):
                     self._renew(endpoint, claims, now)
             times = [self._renew_at[endpoint] for endpoint in held] + [at for at, _, _ in self._early]
             return min(times, default=None)
 
     # Internals ---------------------------------------------------------------------------------------------------
+
+    def _is_stuck(self, now: float, waiting: int) -> bool:
+        """Whether requests wait while the engine has not stepped for a load's time; said once each time."""
+        stuck = waiting > 0 and now >= self._stepped_at + self._load_timeout
+        if stuck and not self._told_stuck:
+            logger.warning(
+                "The engine has not stepped for %g s while %d request(s) wait; their claims are renewed no more",
+                self._load_timeout,
+                waiting,
+            )
+        self._told_stuck = stuck
+        return stuck
 
     def _endpoint(self, handle: Handle) -> Endpoint | None:
         host = self._allowed.resolve(handle.host)

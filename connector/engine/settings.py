@@ -20,7 +20,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     advertised_host: what handles say instead of control_host, for engines behind another address.
     lease_seconds: how long P keeps an unclaimed prompt, and a claim without renewal.
     claim_timeout: seconds until D treats an unanswered claim as refused.
-    load_timeout: seconds that a load may take, all of its attempts included; P's blocks are then let go.
+    load_timeout: seconds that a load may take, all of its attempts included, and that D's engine may take over a step;
+    P's blocks are then let go.
     allowed_peers: hosts and networks that a handle may name, and that are answered.
     control_rate: requests a second that one peer may send for long; four times as many at once.
     backends: NIXL plugins. part_runs: merged descriptors in one part. max_attempts: posts of one part.

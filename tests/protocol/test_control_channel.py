@@ -107,19 +107,35 @@ def test_renewals_keep_a_claim_beyond_its_first_lease(build: Build) -> None:
 def test_a_load_that_never_ends_keeps_its_blocks_for_no_longer_than_its_timeout_and_a_lease(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """D's worker is stuck: nobody reports the load, and the control channel would renew its claim for ever."""
+    """Nobody reports the load, while D's engine steps and its control channel would renew the claim for ever."""
     p, d = build(Prefill, lease=0.3), build(Decode, load_timeout=0.6)
     claim = d.claim(p.offer())
     started = time.monotonic()
     d.inbound.move("d", Event.LOAD)
-    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
-    assert 0.6 < time.monotonic() - started < 0.6 + 0.3 + 0.3
+    wait_until(lambda: d.inbound.leases() and p.outbound.take_freed() == ["cmpl-1-0-a"])
+    assert 0.6 < time.monotonic() - started < 3.0
     assert p.outbound.take_counts() == (1, {}, 1)  # expired on P, as if D had died
     assert claim.state is State.LOADING  # D's own blocks stay until the worker has seen its reads end
     (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm.hma.claims"]
     assert line == "Request d: its load has not ended within 0.6 s; the claim is renewed no more"
     d.inbound.move("d", Event.FINISH)
     assert d.inbound.waiting() == 0
+
+
+def test_an_engine_that_steps_no_more_keeps_granted_blocks_for_no_longer_either(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D's engine waits for its worker in the step in which the grant arrives: nobody asks for the claim."""
+    p, d = build(Prefill, lease=0.3), build(Decode, load_timeout=0.6)
+    d.claim(p.offer())
+    started = time.monotonic()
+    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    assert 0.4 < time.monotonic() - started < 3.0
+    assert [record.getMessage() for record in caplog.records if record.name == "vllm.hma.claims"] == [
+        "The engine has not stepped for 0.6 s while 1 request(s) wait; their claims are renewed no more"
+    ]
+    claim = d.inbound.poll("d")
+    assert (claim.state, claim.reason) == (State.REFUSED, "lapsed")  # and the request falls back as it always does
 
 
 def test_the_next_load_from_the_same_peer_is_renewed_beside_one_that_never_ends(build: Build) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,3 +137,51 @@ def test_no_double_grant_no_leak_no_hang(fates: list[tuple[str, float]], uses: l
     assert inbound.waiting() == len(inbound.leases())  # only loads that have not been reported
     assert [name for name in inbound.leases() if not getattr(inbound.poll(name), "given_up", False)] == []
     assert all(len(tokens) == 1 for tokens in network.grants.values())
+
+
+def one_claim() -> tuple[FakeNetwork, Outbound, Inbound]:
+    """A network that loses nothing, and request `d` that has asked for offer `a`."""
+    network: FakeNetwork
+    outbound = Outbound(engine_description("P", "p" * 32), lease=LEASE, clock=lambda: network.now)
+    network = FakeNetwork(outbound, [])
+    inbound = Inbound(
+        engine_description("D", "d" * 32),
+        claim_timeout=TIMEOUT,
+        load_timeout=LOAD,
+        allowed=AllowedPeers(),
+        clock=network.clock,
+    )
+    inbound.attach(network)
+    blocks = (Blocks(0, (5, 6, 7)), Blocks(0, (8, 9, 10)))
+    outbound.offer(Offer(request_id="a", parent=parent_of("a"), digest=DIGEST, num_tokens=TOKENS, blocks=blocks))
+    handle = Handle(engine_id="P", epoch="p" * 32, request_id="a", host="127.0.0.1", port=1)
+    inbound.open("d", handle.to_params(num_tokens=TOKENS + 1, tp_size=1), DIGEST, TOKENS)
+    return network, outbound, inbound
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_granted_claim_waits_for_blocks_for_as_long_as_the_engine_steps(steps: bool) -> None:
+    """In D's queue, behind others, or for ever in an engine that is stuck."""
+    network, outbound, inbound = one_claim()
+
+    def tick(now: float) -> None:
+        if steps:
+            inbound.leases()  # what each step asks
+        inbound.tick(now)
+
+    network.run_until(10 * LOAD, tick)
+    claim = inbound.poll("d")
+    assert claim is not None
+    assert (claim.state, claim.reason) == ((State.GRANTED, "") if steps else (State.REFUSED, "lapsed"))
+    assert outbound.take_freed() == ([] if steps else ["a"])
+
+
+def test_an_engine_that_steps_again_within_its_lease_renews_its_claims() -> None:
+    network, outbound, inbound = one_claim()
+    network.run_until(LOAD + LEASE / 2, inbound.tick)
+    inbound.leases()
+    network.run_until(LOAD + 2 * LEASE, inbound.tick)
+    claim = inbound.poll("d")
+    assert claim is not None
+    assert claim.state is State.GRANTED
+    assert outbound.take_freed() == []
