@@ -324,8 +324,9 @@ class Inbound:
                 if problem or not taken or claim.state is not State.GRANTED:
                     claim.grant = claim.grant or reply
                     self._release(claim)
-                elif self._renew_at.get(peer.endpoint, 0.0) <= sent_at:
-                    self._renew_at[peer.endpoint] = sent_at + reply.valid_seconds / 3
+                else:
+                    due, known = sent_at + reply.valid_seconds / 3, self._renew_at.get(peer.endpoint, 0.0)
+                    self._renew_at[peer.endpoint] = due if known <= sent_at else min(known, due)
                 return
             if isinstance(reply, NotYet):
                 self._early.append((self._clock() + reply.seconds, peer, claim))

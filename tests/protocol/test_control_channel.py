@@ -142,7 +142,7 @@ def test_the_next_load_from_the_same_peer_is_renewed_beside_one_that_never_ends(
     p, d = build(Prefill, lease=0.3), build(Decode, load_timeout=0.5)
     d.claim(p.offer("cmpl-1-0-a"), "stuck")
     d.inbound.move("stuck", Event.LOAD)
-    wait_until(lambda: p.outbound.take_freed() == ["cmpl-1-0-a"])
+    wait_until(lambda: d.inbound.leases() and p.outbound.take_freed() == ["cmpl-1-0-a"])
     late = d.claim(p.offer("cmpl-2-0-b"), "good")
     d.inbound.move("good", Event.LOAD)
     first = late.valid_until
