@@ -13,6 +13,8 @@ import sys
 import traceback
 from typing import Any
 
+import psutil
+
 
 def main() -> None:
     out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
@@ -114,7 +116,7 @@ class ChildEngine:
         return {}
 
     def do_status(self) -> dict[str, Any]:
-        """Blocks in use (beside the null block), requests that the scheduler holds, connector stats so far."""
+        """Blocks in use (beside the null block), requests that the scheduler holds, stats so far, resident memory."""
         pool = self.scheduler.kv_cache_manager.block_pool
         cached = self.scheduler.cache_config.enable_prefix_caching
         in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
@@ -124,6 +126,7 @@ class ChildEngine:
             "requests": len(self.scheduler.requests),
             "stats": self.stats,
             "num_blocks": pool.num_gpu_blocks,
+            "rss_mib": psutil.Process().memory_info().rss / (1 << 20),
         }
 
     def do_faults(self, text: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from connector.control.clock import Clock, lease_clock
 from connector.control.peers import AllowedPeers, Endpoint, Peer
 from connector.errors import HmaError, PeerUnreachable, ProtocolError
+from connector.plan.kinds import blocks_covering
 from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.compare import fingerprint
 from connector.wire.handle import Handle
@@ -389,7 +390,11 @@ def _misfit(grant: Granted, peer: Peer) -> str:
     geometry = peer.geometry
     if geometry is None or len(grant.groups) != len(geometry.groups):
         return f"granted {len(grant.groups)} groups"
-    for index, group in enumerate(grant.groups):
-        if group.ids and max(group.ids) >= geometry.num_blocks:
-            return f"group {index} names block {max(group.ids)} of {geometry.num_blocks}"
+    for index, (granted, group) in enumerate(zip(grant.groups, geometry.groups, strict=True)):
+        held = range(granted.first, granted.first + len(granted.ids))
+        live = blocks_covering(group.kind.live_range(grant.num_tokens), group.block_size)
+        if live and (live.start < held.start or live.stop > held.stop):
+            return f"group {index} ({group.kind.name}) holds block positions {held}, needed are {live}"
+        if granted.ids and max(granted.ids) >= geometry.num_blocks:
+            return f"group {index} names block {max(granted.ids)} of {geometry.num_blocks}"
     return ""

@@ -54,10 +54,13 @@ class Prefill:
         )
 
     def offer(
-        self, request_id: str = "cmpl-1-0-a", digest: bytes = DIGEST, digests: tuple[bytes, ...] | None = ()
+        self,
+        request_id: str = "cmpl-1-0-a",
+        digest: bytes = DIGEST,
+        digests: tuple[bytes, ...] | None = (),
+        blocks: tuple[Blocks, ...] = (Blocks(0, (5, 6, 7)), Blocks(0, (8, 9, 10))),
     ) -> dict[str, Any]:
         """Make an offer; returns the parameters that a router would carry."""
-        blocks = (Blocks(0, (5, 6, 7)), Blocks(0, (8, 9, 10)))
         self.outbound.offer(
             Offer(
                 request_id=request_id,

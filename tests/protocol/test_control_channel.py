@@ -16,6 +16,7 @@ import zmq
 from connector.control.client import describe, read_reply
 from connector.control.peers import AllowedPeers
 from connector.errors import ConfigError, PeerUnreachable, ProtocolError, ResourceError
+from connector.plan.build import Blocks
 from connector.wire.claims import Event, State
 from connector.wire.codec import Codec
 from connector.wire.guards import Limits
@@ -62,6 +63,26 @@ def test_a_claim_is_refused_by_reason(build: Build, change: dict[str, Any], dige
     assert (claim.state, claim.reason) == (State.REFUSED, reason)
     again = d.claim(params, request_id="good")  # the offer is still there for its own request
     assert again.state is State.GRANTED
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        (Blocks(0, (5, 6, 7)), Blocks(0, ())),
+        (Blocks(0, (5, 6, 7)), Blocks(1, (9, 10))),
+        (Blocks(2, (7,)), Blocks(0, (8, 9, 10))),
+        (Blocks(0, (5, 6, 7)), Blocks(0, (8, 9, 5000))),
+        (Blocks(0, (5, 6, 7)),),
+    ],
+)
+def test_a_grant_without_all_live_blocks_of_every_group_brings_no_tokens(
+    build: Build, lacking: tuple[Blocks, ...]
+) -> None:
+    """W13: one group is complete, the other one is missing, short or outside of the cache."""
+    p, d = build(Prefill), build(Decode)
+    claim = d.claim(p.offer(blocks=lacking))
+    assert (claim.state, claim.reason) == (State.REFUSED, "malformed")
+    wait_until(lambda: p.outbound.open_offers == 0)  # given back at once
 
 
 def test_a_silent_port_ends_within_the_claim_timeout(build: Build) -> None:
