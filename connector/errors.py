@@ -8,7 +8,8 @@
     ├── ProcessError       a child process that died or never became ready
     ├── ProtocolError      bytes from a peer that are not a valid message
     ├── IncompatiblePeer   two engines whose geometry or versions do not fit
-    ├── PeerUnreachable    no answer from a peer within its deadline
+    ├── PeerUnreachable    no connection to a peer
+    │   └── PeerSilent     no answer within its deadline
     └── TransportError     the data plane refused or failed a transfer
 
 An error says what is wrong in one sentence, both sides' values where two sides differ, and the remedy.
@@ -66,6 +67,10 @@ class IncompatiblePeer(HmaError):
 
 class PeerUnreachable(HmaError):
     code = "unreachable"
+
+
+class PeerSilent(PeerUnreachable):
+    code = "timeout"
 
 
 class TransportError(HmaError):

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from connector.control.clock import Clock, lease_clock
-from connector.errors import HmaError, PeerUnreachable, ProtocolError
+from connector.errors import HmaError, PeerSilent, PeerUnreachable, ProtocolError
 from connector.wire.codec import MAX_FRAME, Codec, Unauthorised, keys_from_environment
 from connector.wire.messages import Describe, Described, EngineDescription, Refused, Reply, Request
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("vllm.hma.control")
 Endpoint = tuple[str, int]
 OnReply = Callable[[Reply | HmaError, float], None]
 T = TypeVar("T")
+LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # a connection broke, or none could be made
 MAX_RESEALED = 2  # times that a question is sealed anew: a server may restart in between, not for ever
 
 
@@ -47,8 +49,22 @@ class _Pending:
     salt: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A socket to one peer. monitor: tells when its connection is lost."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def close(self, linger: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger)
+
+
 class ControlClient:
-    """Asks peers from a thread of its own.
+    """Asks peers from a thread of its own. A peer whose connection breaks, or that refuses one, is known to be
+    unreachable at once: its questions do not wait for their deadlines.
 
     on_tick: called on the thread; does periodic work and returns the time of the next call, or None for "when woken".
     """
@@ -61,7 +77,7 @@ class ControlClient:
         self._far.bind("inproc://wake")
         self._near.connect("inproc://wake")
         self._wake_lock = threading.Lock()
-        self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._links: dict[Endpoint, _Link] = {}
         self._pending: dict[bytes, _Pending] = {}
         self._salts: dict[Endpoint, bytes] = {}
         self._closed = False
@@ -111,14 +127,30 @@ class ControlClient:
             next_due = min([*deadlines, *([due] if due is not None else [])], default=None)
             timeout = None if next_due is None else max(1, int((next_due - now) * 1000) + 1)
             for socket, _ in poller.poll(timeout):
-                if socket is self._far:
-                    self._drain_wakes()
-                else:
-                    self._receive(socket, poller)
+                self._serve(socket, poller)
             running = self._run_commands(poller)
-        for socket in self._sockets.values():
-            socket.close(linger=200)
+        for link in self._links.values():
+            link.close(linger=200)
         self._far.close(linger=0)
+
+    def _serve(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+        """Something has come in: a wake-up, a reply, or news of a connection."""
+        if socket is self._far:
+            self._drain_wakes()
+            return
+        for endpoint, link in list(self._links.items()):
+            if socket is link.monitor:
+                recv_monitor_message(socket, zmq.NOBLOCK)
+                self._lose(endpoint)
+                return
+        self._receive(socket, poller)
+
+    def _lose(self, endpoint: Endpoint) -> None:
+        """The connection to a peer is lost, and with it every question under way. ZeroMQ connects again by itself."""
+        for nonce in [nonce for nonce, pending in self._pending.items() if pending.question.endpoint == endpoint]:
+            pending = self._pending.pop(nonce)
+            lost = PeerUnreachable(f"The connection to {_name(endpoint)} is lost or refused.")
+            self._guarded(pending.question.on_reply, lost, pending.sent_at)
 
     def _drain_wakes(self) -> None:
         try:
@@ -152,17 +184,20 @@ class ControlClient:
             self._guarded(question.on_reply, unreachable, now)
 
     def _socket(self, endpoint: Endpoint, poller: zmq.Poller) -> zmq.Socket[bytes]:
-        if endpoint not in self._sockets:
+        if endpoint not in self._links:
             socket = open_socket(self._context, endpoint)
-            poller.register(socket, zmq.POLLIN)
-            self._sockets[endpoint] = socket
-        return self._sockets[endpoint]
+            link = _Link(socket, socket.get_monitor_socket(LOST))
+            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+            self._links[endpoint] = link
+        return self._links[endpoint].socket
 
     def _drop(self, endpoint: Endpoint, poller: zmq.Poller) -> None:
         self._salts.pop(endpoint, None)
-        if (socket := self._sockets.pop(endpoint, None)) is not None:
-            poller.unregister(socket)
-            socket.close(linger=0)
+        if (link := self._links.pop(endpoint, None)) is not None:
+            poller.unregister(link.socket)
+            poller.unregister(link.monitor)
+            link.close(linger=0)
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
         try:
@@ -190,7 +225,7 @@ class ControlClient:
         for nonce in [nonce for nonce, pending in self._pending.items() if pending.deadline <= now]:
             pending = self._pending.pop(nonce)
             question = pending.question
-            silent = PeerUnreachable(f"No answer from {_name(question.endpoint)} within {question.timeout:g} s.")
+            silent = PeerSilent(f"No answer from {_name(question.endpoint)} within {question.timeout:g} s.")
             self._guarded(question.on_reply, silent, pending.sent_at)
 
     @staticmethod
@@ -234,7 +269,7 @@ def _asked(socket: zmq.Socket[bytes], codec: Codec, endpoint: Endpoint, timeout:
     frame, nonce = codec.request(Describe(), salt)
     socket.send(frame)
     if not socket.poll(int(timeout * 1000)):
-        raise PeerUnreachable(f"No answer from {_name(endpoint)} within {timeout:g} s.")
+        raise PeerSilent(f"No answer from {_name(endpoint)} within {timeout:g} s.")
     reply, answered = read_reply(codec, socket.recv())
     if answered != nonce:
         raise ProtocolError(f"{_name(endpoint)} gave an answer to another question.")

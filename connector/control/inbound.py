@@ -381,7 +381,7 @@ def _reason(reply: Reply | HmaError) -> tuple[str, str]:
     if isinstance(reply, Refused):
         return reply.reason, reply.detail
     if isinstance(reply, HmaError):
-        return ("timeout" if reply.code == "unreachable" else reply.code), reply.message
+        return reply.code, reply.message
     return "malformed", f"an answer to another question: {type(reply).__name__}"
 
 

@@ -137,7 +137,7 @@ REASONS = {
     "another engine": "engine",
     "another life": "epoch",
     "foreign engine id": "malformed",
-    "closed port": "timeout",
+    "closed port": "unreachable",
     "wrong type": "malformed",
     "foreign host": "not_allowed",
     "missing key": "malformed",

@@ -96,6 +96,34 @@ def test_a_silent_port_ends_within_the_claim_timeout(build: Build) -> None:
         assert time.monotonic() - started < 2.0
 
 
+def test_a_port_that_nobody_listens_on_is_known_at_once(build: Build) -> None:
+    p, d = build(Prefill), build(Decode, claim_timeout=60.0)
+    params = p.offer()
+    p.close()
+    started = time.monotonic()
+    claim = d.claim(params)
+    assert (claim.state, claim.reason) == (State.REFUSED, "unreachable")
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_question_whose_connection_breaks_does_not_wait_for_its_deadline(build: Build) -> None:
+    p, d = build(Prefill), build(Decode, claim_timeout=60.0)
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((HOST, 0))
+        server.listen()
+        port = server.getsockname()[1]
+        d.inbound.open("d", {**p.offer(), "remote_port": port}, DIGEST, TOKENS)
+        connection, _ = server.accept()
+        connection.recv(64)
+        started = time.monotonic()
+        connection.close()
+    wait_until(lambda: (claim := d.inbound.poll("d")) is not None and claim.reason == "unreachable")
+    assert time.monotonic() - started < 5.0
+    params = build(Prefill, port=port).offer()  # whoever listens there next is asked as ever, after a pause
+    wait_until(lambda: d.claim(params, request_id=os.urandom(4).hex()).state is State.GRANTED)
+
+
 def test_a_claim_that_comes_before_the_digests_is_granted_once_they_are_there(build: Build) -> None:
     p, d = build(Prefill), build(Decode)
     claim = d.inbound.open("d", p.offer(digests=None), DIGEST, TOKENS)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from connector.control.inbound import Inbound
 from connector.control.outbound import Outbound
 from connector.control.peers import AllowedPeers, Endpoint
-from connector.errors import HmaError, PeerUnreachable
+from connector.errors import HmaError, PeerSilent
 from connector.plan.build import Blocks
 from connector.wire.claims import Event, State
 from connector.wire.codec import Codec
@@ -74,7 +74,7 @@ class FakeNetwork:
             self.send(lambda: answer(back))
 
         self.send(serve)
-        silent = PeerUnreachable(f"No answer from {endpoint}.")
+        silent = PeerSilent(f"No answer from {endpoint}.")
         self.queue.append(InFlight(sent + timeout, lambda: answer(silent)))
 
     def drop(self, endpoint: Endpoint) -> None:
