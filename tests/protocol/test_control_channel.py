@@ -368,14 +368,18 @@ def test_p_answers_only_allowed_addresses(build: Build) -> None:
 
 def test_a_silent_peer_is_left_alone_for_a_while_and_then_asked_again(build: Build) -> None:
     p, d = build(Prefill), build(Decode, claim_timeout=0.3)
-    handle = p.offer()
-    p.close()
-    assert d.claim(handle, request_id="first").reason == "timeout"
-    wait_until(lambda: d.inbound._away)
-    started = time.monotonic()
-    assert d.claim(handle, request_id="second").reason == "unreachable"
-    assert time.monotonic() - started < 0.2
-    reborn = build(Prefill, port=p.server.port)
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        silent.bind((HOST, 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        handle = {**p.offer(), "remote_port": port}
+        assert d.claim(handle, request_id="first").reason == "timeout"
+        wait_until(lambda: d.inbound._away)
+        started = time.monotonic()
+        assert d.claim(handle, request_id="second").reason == "unreachable"
+        assert time.monotonic() - started < 0.2
+    reborn = build(Prefill, port=port)
     time.sleep(0.6)
     assert d.claim(reborn.offer(), request_id="third").state is State.GRANTED
     assert d.claim(reborn.offer("cmpl-2-0-b"), request_id="fourth").state is State.GRANTED
