@@ -21,6 +21,7 @@ from connector.wire.compare import fingerprint
 from connector.wire.handle import Handle
 from connector.wire.messages import (
     Claim,
+    Decline,
     Describe,
     Described,
     EngineDescription,
@@ -128,6 +129,18 @@ class Inbound:
             else:
                 self._ask_who(endpoint, claim)
             return claim
+
+    def decline(self, params: Mapping[str, Any]) -> None:
+        """A request with a handle has been refused before its prompt was seen: P need not keep the offer any longer."""
+        with self._lock:
+            try:
+                handle = Handle.from_params(params)
+            except ProtocolError:
+                return
+            endpoint = self._endpoint(handle)
+            if endpoint is not None:
+                message = Decline(epoch=handle.epoch, request_id=handle.request_id)
+                self._ask(endpoint, message, lambda _reply, _at: None, RELEASE_TIMEOUT)
 
     def poll(self, request_id: str) -> InboundClaim | None:
         """The claim of a request as of now, or None when the request has none (any more)."""

@@ -9,6 +9,7 @@ from connector.control.clock import Clock, lease_clock
 from connector.wire.compare import fingerprint
 from connector.wire.messages import (
     Claim,
+    Decline,
     Describe,
     Described,
     EngineDescription,
@@ -82,6 +83,9 @@ class Outbound:
             if isinstance(request, Renew):
                 kept = self._table.renew(request.request_ids, request.claimant, now)
                 return Renewed(request_ids=kept, valid_seconds=self._table.lease)
+            if isinstance(request, Decline):
+                declined = self._table.decline(request.request_id, now)
+                return Released(request_ids=(request.request_id,) if declined else ())
             assert isinstance(request, Release)
             return Released(request_ids=self._table.release(request.request_ids, request.claimant, now))
 

@@ -130,7 +130,12 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """P: shorten the prompt by its last token. D: ask for the offer, before the request is first scheduled."""
         params = request.kv_transfer_params
-        if not isinstance(params, dict) or not transferable(request):
+        if not isinstance(params, dict):
+            return
+        if not transferable(request):
+            # Also how vLLM tells of a request that its server has refused: without its prompt, to be aborted at once.
+            if params.get("do_remote_prefill") and self._inbound is not None:
+                self._inbound.decline(params)
             return
         if params.get("do_remote_decode"):
             digest = transfer_digest(request)

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Geometry, Group, Page, Region, Share, regions_of_tensor
-from connector.plan.kinds import Full, Kind, SlidingWindow
+from connector.plan.geometry import Cache, Geometry, Group, Page, Region, Share, cache_of_tensor
+from connector.plan.kinds import ChunkedLocal, Full, Kind, Mla, SlidingWindow, State
+
+KINDS: dict[type[KVCacheSpec], Callable[[Any], Kind]] = {
+    FullAttentionSpec: lambda _: Full(),
+    SlidingWindowSpec: lambda spec: SlidingWindow(spec.sliding_window),
+    ChunkedLocalAttentionSpec: lambda spec: ChunkedLocal(spec.attention_chunk_size),
+    MambaSpec: lambda _: State(),
+    MLAAttentionSpec: lambda _: Mla(),
+}
+SUPPORTED = "full, sliding-window, chunked local and latent (MLA) attention, and recurrent states"
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-SUPPORTED = "full attention and sliding-window attention"
-
 
 def kind_of(spec: KVCacheSpec, layer: str) -> Kind:
     """The kind of one cache spec. A kind that is not implemented is refused, naming the layer; it is never skipped."""
-    # Exact types: subclasses (MLA, sinks, ...) have pages of another meaning.
-    if type(spec) is FullAttentionSpec:
-        return Full()
-    if type(spec) is SlidingWindowSpec:
-        return SlidingWindow(spec.sliding_window)
+    make = KINDS.get(type(spec))  # exact types: subclasses (sinks, compressed latents, …) have pages of another meaning
+    if make is not None and getattr(spec, "tokens_per_state", 1) in (1, -1):
+        return make(spec)
     raise ConfigError(
         f"Layer {layer} has a {type(spec).__name__} cache, which this connector cannot move.",
         remedy=f"It moves {SUPPORTED}. Serve this model without disaggregation, or with another connector.",
@@ -46,45 +61,62 @@ def check_groups(cache: KVCacheConfig) -> None:
 def geometry_from(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Geometry:
     """Regions and groups of one rank, from the tensors that vLLM registers.
 
-    Layers whose tensors start at one address share a region: layers of several groups, and layers that reuse the cache
-    of an earlier layer.
+    Layers whose blocks start at the same addresses share a region: layers of several groups, whose pages may differ in
+    size, and layers that reuse the cache of an earlier layer, which moves once.
     """
-    regions: dict[tuple[int, int], int] = {}
-    known: list[Region] = []
+    known: dict[tuple[int, int, int], int] = {}
+    regions: list[Region] = []
     groups = []
     for group in cache.kv_cache_groups:
         kind = _group_kind(group)
-        spec = group.kv_cache_spec
-        assert isinstance(spec, AttentionSpec), "check_groups has refused all other kinds"
         pages: list[Page] = []
+        cuts: set[int] = set()
         for layer in group.layer_names:
             if layer not in tensors:
                 raise ConfigError(f"vLLM registered no KV cache for layer {layer}.")
-            for region in _regions(tensors[layer], cache.num_blocks, layer):
-                key = (region.base, region.block_bytes)
-                if key not in regions:
-                    regions[key] = len(known)
-                    known.append(region)
-                page = Page(regions[key], 0, region.block_bytes)
+            found = _cache(tensors[layer], cache.num_blocks, layer)
+            cuts.add(found.kernel_blocks)
+            for region in found.regions:
+                key = (region.base, region.stride, region.device)
+                number = known.setdefault(key, len(regions))
+                if number == len(regions):
+                    regions.append(region)
+                elif region.block_bytes > regions[number].block_bytes:
+                    regions[number] = region
+                page = Page(number, 0, region.block_bytes)
                 if page not in pages:
                     pages.append(page)
+        if len(cuts) != 1:
+            raise ConfigError(f"Layers of one group are cut into {sorted(cuts)} kernel blocks: {group.layer_names}.")
         groups.append(
             Group(
                 kind=kind,
-                block_size=spec.block_size,
+                block_size=_first_spec(group).block_size,
                 layers=tuple(group.layer_names),
                 pages=tuple(pages),
-                share=Share(0, spec.num_kv_heads, spec.num_kv_heads),  # all heads: one rank
+                share=_share(group),
+                kernel_blocks=cuts.pop(),
             )
         )
-    _check_overlap(known)
-    return Geometry(tuple(known), tuple(groups))
+    geometry = Geometry(tuple(regions), tuple(groups))
+    for made in geometry.groups:
+        _check_overlap(geometry, made)
+    return geometry
 
 
 def layout_of(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The order of dimensions inside the pages, so that peers whose bytes mean something else are refused."""
+    """The order of dimensions inside the pages and the shapes inside states, so that peers whose bytes mean something
+    else are refused."""
     inner = set()
     for group in cache.kv_cache_groups:
+        spec = _first_spec(group)
+        if isinstance(spec, MambaSpec):
+            parts = (
+                f"{'x'.join(map(str, s))}:{str(d).removeprefix('torch.')}"
+                for s, d in zip(spec.shapes, spec.dtypes, strict=True)
+            )
+            inner.add(f"{spec.mamba_type.name.lower()}({' '.join(parts)} {get_conv_state_layout()})")
+            continue
         for layer in group.layer_names:
             strides = tensors[layer].stride()
             order = sorted(range(1, len(strides)), key=strides.__getitem__, reverse=True)
@@ -138,16 +170,36 @@ def memory_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return "DRAM" if kinds == {"cpu"} else "VRAM"
 
 
+def _first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
+    """The spec of a group's first layer; layers of one type with pages of several sizes have one each."""
+    spec = group.kv_cache_spec
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def _group_kind(group: KVCacheGroupSpec) -> Kind:
     layer = group.layer_names[0] if group.layer_names else "(none)"
     if not group.enable_kv_transfer or group.host_resident:
         raise ConfigError(f"The cache of layer {layer} is marked as not transferable by vLLM.")
-    return kind_of(group.kv_cache_spec, layer)
+    spec = group.kv_cache_spec
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return kind_of(spec, layer)
+    kinds = {kind_of(one, name) for name, one in spec.kv_cache_specs.items()}
+    if len(kinds) != 1:
+        raise ConfigError(f"Layers of one group are of several kinds: {group.layer_names}.")
+    return kinds.pop()
 
 
-def _regions(tensor: torch.Tensor, num_blocks: int, layer: str) -> tuple[Region, ...]:
+def _share(group: KVCacheGroupSpec) -> Share:
+    """What this rank holds of a group: with one rank, everything."""
+    spec = _first_spec(group)
+    if isinstance(spec, AttentionSpec) and not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        return Share(0, spec.num_kv_heads, spec.num_kv_heads)
+    return Share()
+
+
+def _cache(tensor: torch.Tensor, num_blocks: int, layer: str) -> Cache:
     try:
-        return regions_of_tensor(
+        return cache_of_tensor(
             base=tensor.data_ptr(),
             shape=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
@@ -159,14 +211,17 @@ def _regions(tensor: torch.Tensor, num_blocks: int, layer: str) -> tuple[Region,
         raise ConfigError(f"Layer {layer}: {error.message}", remedy=error.remedy) from error
 
 
-def _check_overlap(regions: Sequence[Region]) -> None:
-    """Distinct regions may interleave (one stride, pages apart) but no two pages may share a byte."""
-    for one, other in combinations(regions, 2):
-        apart = one.base + one.extent <= other.base or other.base + other.extent <= one.base
+def _check_overlap(geometry: Geometry, group: Group) -> None:
+    """Pages of one group may interleave (one stride, pages apart), but no two of them may share a byte. Pages of
+    different groups may: no block is in two groups at once."""
+    strips = [geometry.strip(page) for page in group.pages]
+    for one, other in combinations(strips, 2):
+        ends = [strip.base + strip.stride * (strip.count - 1) + strip.num_bytes for strip in (one, other)]
+        apart = ends[0] <= other.base or ends[1] <= one.base
         shift = (other.base - one.base) % one.stride
-        interleaved = one.stride == other.stride and one.block_bytes <= shift <= one.stride - other.block_bytes
+        interleaved = one.stride == other.stride and one.num_bytes <= shift <= one.stride - other.num_bytes
         if one.device == other.device and not apart and not interleaved:
-            raise ConfigError(f"Two KV caches overlap in memory: {one} and {other}.")
+            raise ConfigError(f"Two KV caches of one group overlap in memory: {one} and {other}.")
 
 
 def _config_hash(hf_config: object) -> str:

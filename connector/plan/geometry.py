@@ -154,27 +154,46 @@ class Strip:
     device: int
 
 
-def regions_of_tensor(
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One layer's cache: a region, or two where K and V lie apart. kernel_blocks: into how many a block is cut."""
+
+    regions: tuple[Region, ...]
+    kernel_blocks: int = 1
+
+
+def cache_of_tensor(
     *, base: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, num_blocks: int, device: int = 0
-) -> tuple[Region, ...]:
-    """Regions of one layer's cache tensor: one, or two where K and V lie in separate halves.
+) -> Cache:
+    """Where one layer's cache tensor keeps its blocks.
 
     base: address of element 0, bytes. shape and strides: in elements, as torch gives them. num_blocks: from vLLM's
-    cache config. Accepted: `(num_blocks, …)` in any inner order that is dense within a block, and `(2, num_blocks, …)`.
+    cache config. Accepted: `(num_blocks, …)` in any inner order that is dense within a block, `(k * num_blocks, …)`
+    where each block is cut into k kernel blocks that lie side by side, and `(2, …)` of either, for K and V.
     Anything else raises ConfigError: a wrong address would be worse than no start.
     """
-    if len(shape) >= 2 and shape[0] == num_blocks:
-        return (_region(base, shape, strides, itemsize, device),)
-    if len(shape) >= 3 and shape[0] == 2 and shape[1] == num_blocks:
-        halves = (base, base + strides[0] * itemsize)
-        return tuple(_region(half, shape[1:], strides[1:], itemsize, device) for half in halves)
+
+    def region(address: int, dims: tuple[int, ...], steps: tuple[int, ...]) -> tuple[Region, int]:
+        return _region(address, dims, steps, itemsize, num_blocks, device)
+
+    if shape and shape[0] != num_blocks and len(shape) >= 3 and shape[0] == 2 and shape[1] % num_blocks == 0:
+        halves = (region(base + half * strides[0] * itemsize, shape[1:], strides[1:]) for half in range(2))
+        (keys, ratio), (values, _) = halves
+        return Cache((keys, values), ratio)
+    if len(shape) >= 2 and shape[0] and shape[0] % num_blocks == 0:
+        only, ratio = region(base, shape, strides)
+        return Cache((only,), ratio)
     raise ConfigError(
         f"Cannot tell the block dimension of a KV cache of shape {shape} with {num_blocks} blocks.",
-        remedy="Supported: (num_blocks, …) and (2, num_blocks, …).",
+        remedy="Supported: (num_blocks, …), (kernel blocks, …) and (2, num_blocks, …).",
     )
 
 
-def _region(base: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, device: int) -> Region:
+def _region(
+    base: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, num_blocks: int, device: int
+) -> tuple[Region, int]:
+    """The region of whole blocks, and into how many kernel blocks each is cut."""
+    ratio = shape[0] // num_blocks
     inner = sorted(zip(strides[1:], shape[1:], strict=True))
     expected = 1
     for stride, size in inner:
@@ -183,6 +202,13 @@ def _region(base: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsiz
         if stride != expected:
             raise ConfigError(f"A block of a KV cache with shape {shape} and strides {strides} is not contiguous.")
         expected *= size
-    return Region(
-        base=base, stride=strides[0] * itemsize, block_bytes=expected * itemsize, num_blocks=shape[0], device=device
+    if ratio > 1 and strides[0] != expected:
+        raise ConfigError(f"The kernel blocks of a KV cache with shape {shape} and strides {strides} lie apart.")
+    region = Region(
+        base=base,
+        stride=strides[0] * itemsize * ratio,
+        block_bytes=expected * itemsize * ratio,
+        num_blocks=num_blocks,
+        device=device,
     )
+    return region, ratio

@@ -50,7 +50,7 @@ class Connection(Protocol):
         """Post one read of row `remote[i]` into row `local[i]`. TransportError when it cannot be posted."""
 
     def close(self) -> None:
-        """Forget the peer. Reads must have ended."""
+        """Forget the peer. Reads must have ended; another one is refused with a TransportError. May be called twice."""
 
 
 class Transport(Protocol):

@@ -47,8 +47,8 @@ class LoopbackConnection:
         self._peer, self._ours, self._theirs = peer, ours, theirs
 
     def read(self, local: Rows, remote: Rows) -> LoopbackRead:
-        if self._peer not in _arenas:
-            raise TransportError("The peer's arena is gone.")
+        if self._peer not in _arenas or not self._theirs:
+            raise TransportError("The peer's arena is gone, or the connection is closed.")
         started = time.perf_counter()
         num_bytes = 0
         for ours, theirs in zip(local.tolist(), remote.tolist(), strict=True):

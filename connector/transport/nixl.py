@@ -34,7 +34,7 @@ class NixlTransport:
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert self._registered is None, "memory is registered once"
-        rows = [(region.base, region.extent, region.device, "") for region in regions]
+        rows = [(base, length, device, "") for base, length, device in united(regions)]
         try:
             self._registered = self._agent.register_memory(rows, self.memory, self._backends)
             data: bytes = self._agent.get_agent_metadata()
@@ -87,6 +87,8 @@ class NixlConnection:
         self._transport, self._name, self._ours, self._theirs = transport, name, ours, theirs
 
     def read(self, local: Rows, remote: Rows) -> NixlRead:
+        if self not in self._transport._connections:
+            raise TransportError("The connection is closed.")  # NIXL would read through a freed handle
         agent, backends = self._transport._agent, self._transport._backends
         try:
             handle = agent.make_prepped_xfer("READ", self._ours, local, self._theirs, remote, b"", backends)
@@ -163,6 +165,21 @@ def quiet_agent(name: str, backends: Sequence[str], delay_us: int = PROGRESS_DEL
             raise StackError(f"NIXL has no backend {backend}.", remedy=f"It has: {', '.join(agent.get_plugin_list())}.")
         agent.create_backend(backend, {})
     return agent
+
+
+def united(regions: Sequence[Region]) -> list[tuple[int, int, int]]:
+    """(base, bytes, device) of the memory that regions cover; regions that overlap become one.
+
+    Caches whose blocks lie outermost interleave, and groups with pages of different sizes overlay each other.
+    """
+    found: list[tuple[int, int, int]] = []
+    for region in sorted(regions, key=lambda region: (region.device, region.base)):
+        base, length, device = found[-1] if found else (0, 0, -1)
+        if device == region.device and region.base < base + length:
+            found[-1] = (base, max(length, region.base + region.extent - base), device)
+        else:
+            found.append((region.base, region.extent, region.device))
+    return found
 
 
 def _rows(strips: Sequence[Strip]) -> np.ndarray:

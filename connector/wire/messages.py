@@ -161,6 +161,14 @@ class Release(_Message, frozen=True, kw_only=True, tag="release"):
     request_ids: Annotated[tuple[Id, ...], Meta(min_length=1, max_length=MAX_CLAIMS)]
 
 
+class Decline(_Message, frozen=True, kw_only=True, tag="decline"):
+    """D's server has refused the request before its engine saw a prompt: nobody will claim this offer. Reply: Released,
+    with its id unless somebody has claimed it."""
+
+    epoch: Id
+    request_id: Id
+
+
 class Described(_Message, frozen=True, kw_only=True, tag="described"):
     engine: EngineDescription
 
@@ -205,7 +213,7 @@ class Released(_Message, frozen=True, kw_only=True, tag="released"):
     request_ids: Annotated[tuple[Id, ...], Meta(max_length=MAX_CLAIMS)]
 
 
-Request = Describe | Claim | Renew | Release
+Request = Describe | Claim | Renew | Release | Decline
 Reply = Described | Granted | NotYet | Refused | Renewed | Released
 
 request_decoder = msgspec.msgpack.Decoder(Request)

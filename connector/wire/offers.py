@@ -41,6 +41,7 @@ class Event(StrEnum):
     CLAIM = "claim"
     RENEW = "renew"
     RELEASE = "release"
+    DECLINE = "decline"
     EXPIRE = "expire"
 
 
@@ -63,6 +64,7 @@ class Refusal(StrEnum):
 TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
     {
         (State.OFFERED, Event.CLAIM): State.CLAIMED,
+        (State.OFFERED, Event.DECLINE): State.RELEASED,
         (State.OFFERED, Event.EXPIRE): State.EXPIRED,
         (State.CLAIMED, Event.RENEW): State.CLAIMED,
         (State.CLAIMED, Event.RELEASE): State.RELEASED,
@@ -157,6 +159,12 @@ class OfferTable:
             if entry is not None and entry.claimant == claimant and self._move(entry, Event.RELEASE):
                 ended.append(request_id)
         return tuple(ended)
+
+    def decline(self, request_id: str, now: float) -> bool:
+        """End an offer that nobody has claimed nor will. False when there is none."""
+        self.expire(now)
+        entry = self._live.get(request_id)
+        return entry is not None and self._move(entry, Event.DECLINE)
 
     def expire(self, now: float) -> int:
         """End every lease that is over; returns how many."""

@@ -103,6 +103,8 @@ def offers(data: bytes) -> None:
             table.renew([name], "d1", now)
         elif event == 4:
             table.release([name, name], "d1", now)
+        elif event == 5:
+            table.decline(name, now)
         else:
             table.expire(now)
         freed += table.take_freed()

@@ -224,6 +224,21 @@ def test_a_grant_that_comes_after_the_client_has_left_is_given_back(build: Build
     assert d.inbound.waiting() == 0
 
 
+def test_a_request_that_d_s_server_refuses_gives_the_offer_back_unless_it_is_claimed(build: Build) -> None:
+    """L1: D never sees the prompt, and P has its blocks back at once."""
+    p, d = build(Prefill), build(Decode)
+    params = p.offer()
+    d.inbound.decline({**params, "remote_port": "none"})
+    d.inbound.decline(params)
+    wait_until(lambda: p.outbound.open_offers == 0)
+    claimed = p.offer("cmpl-2-0-b")
+    assert d.claim(claimed).state is State.GRANTED
+    d.inbound.decline(claimed)
+    d.inbound.decline(params)
+    assert d.claim(p.offer("cmpl-3-0-c"), request_id="later").state is State.GRANTED
+    assert p.outbound.open_offers == 2
+
+
 def test_closing_d_gives_back_what_it_holds(build: Build) -> None:
     p, d = build(Prefill), build(Decode)
     d.claim(p.offer())

@@ -131,8 +131,14 @@ class Server:
             await asyncio.to_thread(child.wait)
 
     async def metrics(self) -> Counters:
-        async with httpx.AsyncClient(timeout=20) as client:
-            return read_metrics((await client.get(f"{self.url}/metrics")).text)
+        """Its counters; none of a server that is dead or dying, which is then waited for."""
+        try:
+            async with httpx.AsyncClient(timeout=20) as client:
+                return read_metrics((await client.get(f"{self.url}/metrics")).text)
+        except httpx.HTTPError:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), 20)
+            return Counters()
 
     def rss_mib(self) -> float:
         """Resident memory of all its processes, shared pages counted once per process."""

@@ -118,6 +118,9 @@ class Soak:
         visitors = [asyncio.create_task(self._visit_on()) for _ in range(CLIENTS)]
         await self._disturb(disturbances(self._seed, self._seconds, LEASE))
         await asyncio.gather(*visitors)
+        for server in (self._world.prefill, self._world.decode):
+            if not server.alive:  # it ended by itself, which the report tells
+                await restart(server)
         held = await self._world.held()
         for server in (self._world.prefill, self._world.decode):
             self._counted[server.name].append(await server.metrics())
@@ -192,7 +195,7 @@ class Soak:
             await task
 
     async def _replace(self, server: Server) -> None:
-        with contextlib.suppress(Exception):  # its counters are lost with it, where it does not answer any more
+        with contextlib.suppress(TimeoutError):  # its counters are lost with it, where it does not answer any more
             self._counted[server.name].append(await asyncio.wait_for(server.metrics(), 3))
         await restart(server)
 

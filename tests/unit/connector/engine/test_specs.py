@@ -9,16 +9,22 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from connector.engine.specs import check_groups, geometry_from, kind_of, layout_of, memory_of
 from connector.errors import ConfigError
-from connector.plan.kinds import Full, SlidingWindow
+from connector.plan.kinds import ChunkedLocal, Full, Mla, SlidingWindow, State
+from connector.transport.nixl import united
 
 COMMON: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(**COMMON)
@@ -34,24 +40,65 @@ def cache(*groups: tuple[Any, list[str]]) -> Any:
     )
 
 
-def test_kinds() -> None:
-    assert kind_of(FULL, "a") == Full()
-    assert kind_of(WINDOW, "a") == SlidingWindow(40)
+LATENT = MLAAttentionSpec(**COMMON | {"num_kv_heads": 1})
+STATE = MambaSpec(block_size=16, shapes=((2, 3), (4,)), dtypes=(torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (FULL, Full()),
+        (WINDOW, SlidingWindow(40)),
+        (ChunkedLocalAttentionSpec(**COMMON, attention_chunk_size=128), ChunkedLocal(128)),
+        (LATENT, Mla()),
+        (STATE, State()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_kinds(spec: Any, kind: Any) -> None:
+    assert kind_of(spec, "a") == kind
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        ChunkedLocalAttentionSpec(**COMMON, attention_chunk_size=128),
-        MLAAttentionSpec(**COMMON),
-        MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)),
+        SlidingWindowMLASpec(**COMMON | {"num_kv_heads": 1}, sliding_window=40),
+        CrossAttentionSpec(**COMMON),
+        SinkFullAttentionSpec(**COMMON),
+        EncoderOnlyAttentionSpec(**COMMON),
     ],
     ids=lambda spec: type(spec).__name__,
 )
 def test_another_kind_is_refused_at_start_naming_the_layer(spec: Any) -> None:
+    """W12."""
     with pytest.raises(ConfigError, match=r"model\.layers\.3") as caught:
         check_groups(cache((FULL, ["a"]), (spec, ["model.layers.3"])))
     assert type(spec).__name__ in caught.value.message
+
+
+def test_states_are_smaller_than_the_pages_beside_which_they_lie() -> None:
+    """A state group overlays an attention group: one region, and only the state's own bytes move."""
+    storage = torch.zeros(BLOCKS * 512, dtype=torch.float32)
+    state = storage.view(torch.int8).as_strided((BLOCKS, 1, 1, 40), (2048, 40, 40, 1))
+    tensors = {"f": storage.view(SHAPE), "m": state}
+    geometry = geometry_from(cache((STATE, ["m"]), (FULL, ["f"])), tensors)
+    assert len(geometry.regions) == 1 and geometry.regions[0].block_bytes == 2048
+    assert [group.pages[0].num_bytes for group in geometry.groups] == [40, 2048]
+    assert united(geometry.regions) == [(storage.data_ptr(), 4 * storage.numel(), 0)]
+
+
+def test_blocks_that_are_cut_into_kernel_blocks() -> None:
+    geometry = geometry_from(cache((FULL, ["a"])), {"a": torch.zeros(4 * BLOCKS, 2, 4, 16)})
+    assert (geometry.groups[0].kernel_blocks, geometry.num_blocks) == (4, BLOCKS)
+    with pytest.raises(ConfigError, match="kernel blocks"):
+        geometry_from(cache((FULL, ["a", "b"])), {"a": torch.zeros(SHAPE), "b": torch.zeros(2 * BLOCKS, 2, 8, 16)})
+
+
+def test_one_layer_s_pages_of_another_size_in_a_group_of_one_type() -> None:
+    wide = FullAttentionSpec(**COMMON | {"head_size": 16})
+    group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": wide})
+    geometry = geometry_from(cache((group, ["a", "b"])), {"a": torch.zeros(SHAPE), "b": torch.zeros(10, 2, 16, 32)})
+    assert [page.num_bytes for page in geometry.groups[0].pages] == [2048, 4096]
 
 
 def test_layers_of_several_groups_share_a_region_and_a_short_group_has_no_last_one() -> None:
@@ -93,7 +140,9 @@ def test_what_is_not_understood_is_refused_naming_the_layer() -> None:
     storage = torch.zeros(12 * 2 * 16 * 16)
     shifted = {"a": storage[:5120].view(SHAPE), "b": storage[512:5632].view(SHAPE)}
     with pytest.raises(ConfigError, match="overlap"):
-        geometry_from(cache((FULL, ["a"]), (WINDOW, ["b"])), shifted)
+        geometry_from(cache((FULL, ["a", "b"])), shifted)
+    # Blocks of different groups are never the same block: their pages may overlay each other.
+    assert len(geometry_from(cache((FULL, ["a"]), (WINDOW, ["b"])), shifted).regions) == 2
 
 
 def test_pages_that_interleave_do_not_overlap() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from connector.errors import ConfigError
 from connector.plan.build import Blocks, Descriptors, Pairs, descriptors, live_blocks, pair_blocks, run_starts
 from connector.plan.capacity import capacity
-from connector.plan.geometry import Geometry, Group, Page, Region, Share, regions_of_tensor
+from connector.plan.geometry import Cache, Geometry, Group, Page, Region, Share, cache_of_tensor
 from connector.plan.join import Join, join
 from connector.plan.kinds import (
     ChunkedLocal,
@@ -318,8 +318,13 @@ def test_golden_plans(path: Path) -> None:
 
 
 def test_tensor_shapes_that_backends_hand_over() -> None:
+    """C9."""
+
+    def cache(shape: tuple[int, ...], strides: tuple[int, ...]) -> Cache:
+        return cache_of_tensor(base=1000, shape=shape, strides=strides, itemsize=2, num_blocks=8)
+
     def regions(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Region, ...]:
-        return regions_of_tensor(base=1000, shape=shape, strides=strides, itemsize=2, num_blocks=8)
+        return cache(shape, strides).regions
 
     packed = Region(base=1000, stride=2 * 192, block_bytes=2 * 192, num_blocks=8)
     assert regions((8, 2, 8, 12), (192, 96, 12, 1)) == (packed,)
@@ -328,6 +333,11 @@ def test_tensor_shapes_that_backends_hand_over() -> None:
     halves = regions((2, 8, 8, 12), (768, 96, 12, 1))
     assert [region.base for region in halves] == [1000, 1000 + 2 * 768]
     assert halves[0].block_bytes == 2 * 96
+    cut = cache((24, 2, 8, 4), (64, 32, 4, 1))  # each block in three kernel blocks
+    assert cut == Cache((Region(base=1000, stride=2 * 192, block_bytes=2 * 192, num_blocks=8),), 3)
+    assert cache((2, 16, 8, 12), (1536, 96, 12, 1)).kernel_blocks == 2
+    with pytest.raises(ConfigError, match="lie apart"):
+        regions((24, 2, 8, 4), (100, 32, 4, 1))
     with pytest.raises(ConfigError, match="not contiguous"):
         regions((8, 2, 8, 12), (400, 200, 12, 1))
     with pytest.raises(ConfigError, match="block dimension"):

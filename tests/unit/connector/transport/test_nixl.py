@@ -93,3 +93,17 @@ def test_what_cannot_be_read_is_an_error_not_a_crash(reader: Any) -> None:
         connection.read(np.array([1], np.int32), np.array([64], np.int32))
     with pytest.raises(TransportError, match="does not accept"):
         transport.connect(b"not an agent", [ours], [ours])
+
+
+def test_a_closed_connection_refuses_reads() -> None:
+    """As after a peer has died and could not be connected anew: NIXL itself would read through a freed handle."""
+    (_, theirs), (_, ours) = arena(8), arena(8)
+    peer, transport = NixlTransport("DRAM"), NixlTransport("DRAM")
+    transport.register([ours])
+    closed = transport.connect(peer.register([theirs]), [strip(ours)], [strip(theirs)])
+    closed.close()
+    closed.close()
+    with pytest.raises(TransportError, match="closed"):
+        closed.read(np.array([1], np.int32), np.array([1], np.int32))
+    transport.close()
+    peer.close()

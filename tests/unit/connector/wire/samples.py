@@ -5,6 +5,7 @@ from __future__ import annotations
 from connector.wire.messages import (
     CapacityDescription,
     Claim,
+    Decline,
     Describe,
     Described,
     EngineDescription,
@@ -106,6 +107,7 @@ REQUESTS = (
     claim(),
     Renew(epoch=EPOCH, claimant="decode-1", request_ids=("a", "b")),
     Release(epoch=EPOCH, claimant="decode-1", request_ids=("a",)),
+    Decline(epoch=EPOCH, request_id="a"),
 )
 REPLIES = (
     Described(engine=engine()),

@@ -16,6 +16,7 @@ from connector.wire.handle import Handle
 from connector.wire.messages import (
     PROTOCOL,
     Claim,
+    Decline,
     Describe,
     Granted,
     OfferedBlocks,
@@ -33,6 +34,7 @@ REQUESTS = [
     CLAIM,
     Renew(epoch="e", claimant="d", request_ids=("a", "b")),
     Release(epoch="e", claimant="d", request_ids=("a",)),
+    Decline(epoch="e", request_id="a"),
 ]
 REPLIES = [
     Granted(request_id="r", num_tokens=3, valid_seconds=1.5, groups=(OfferedBlocks(first=2, ids=(7, 9)),)),

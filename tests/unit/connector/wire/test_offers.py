@@ -19,6 +19,7 @@ LEASE = 10.0
 OTHER_DIGEST = bytes(32)
 LEGAL = {
     ("offered", "claim"): "claimed",
+    ("offered", "decline"): "released",
     ("offered", "expire"): "expired",
     ("claimed", "renew"): "claimed",
     ("claimed", "release"): "released",
@@ -84,6 +85,8 @@ def test_every_pair_of_state_and_event(state: State, event: Event) -> None:
         assert offered.renew(ids, "decode-1", 5.0) == (tuple(ids) if legal else ())
     elif event is Event.RELEASE:
         assert offered.release(ids, "decode-1", 5.0) == (tuple(ids) if legal else ())
+    elif event is Event.DECLINE:
+        assert offered.decline("cmpl-a-0-x", 5.0) is legal
     else:
         assert offered.expire(5.0 + LEASE) == (1 if legal else 0)
     ends = LEGAL.get((state.value, event.value)) in ("released", "expired")
@@ -324,6 +327,15 @@ class OffersAgainstAModel(RuleBasedStateMachine):
         held = self.holder.get(name)
         valid = held is not None and held[0] == claimant
         assert self.table.release([name], claimant, self.now) == ((name,) if valid else ())
+        if valid:
+            self.end(name)
+
+    @rule(number=names)
+    def declines(self, number: int) -> None:
+        name = self.name(number)
+        self.end_leases()
+        valid = name in self.holder and self.holder[name] is None
+        assert self.table.decline(name, self.now) is valid
         if valid:
             self.end(name)
 
