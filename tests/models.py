@@ -16,8 +16,8 @@ def cache_root() -> Path:
     return Path(os.environ.get("HMA_TEST_CACHE", Path(tempfile.gettempdir()) / f"hma-test-models-{os.getuid()}"))
 
 
-def tiny_gemma3() -> Path:
-    """A Gemma 3 text model: 13 layers (11 sliding with window 64, 2 full), 2 heads on 1 KV head of 32, random weights.
+def tiny_gemma3(kv_heads: int = 1) -> Path:
+    """A Gemma 3 text model: 13 layers (11 sliding with window 64, 2 full), 2 heads a KV head of 32, random weights.
 
     Its groups are uneven: five sliding groups of two layers and one of one, and a full group of two.
 
@@ -25,7 +25,7 @@ def tiny_gemma3() -> Path:
     """
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    target = cache_root() / "tiny-gemma3-13"
+    target = cache_root() / ("tiny-gemma3-13" if kv_heads == 1 else f"tiny-gemma3-13-{kv_heads}kv")
     if (target / "config.json").is_file():
         return target
     config = Gemma3TextConfig(
@@ -33,8 +33,8 @@ def tiny_gemma3() -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=13,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=GEMMA3_WINDOW,

@@ -314,7 +314,7 @@ class Inbound:
             claim.refused("engine", f"wanted engine {handle.engine_id}, {reached}")
         elif handle.epoch != peer.epoch:
             claim.refused(Refusal.EPOCH, "the prefill engine has been restarted since it made the offer")
-        elif peer.geometry is None:
+        elif not peer.geometries:
             claim.refused(Refusal.INCOMPATIBLE, peer.refusal)
         elif claim.state is not State.REFUSED:
             # Also when the client has left meanwhile: the grant is then given back at once, not after a lease.
@@ -400,14 +400,15 @@ def _reason(reply: Reply | HmaError) -> tuple[str, str]:
 
 def _misfit(grant: Granted, peer: Peer) -> str:
     """What is wrong with a grant's blocks, or an empty text."""
-    geometry = peer.geometry
-    if geometry is None or len(grant.groups) != len(geometry.groups):
+    geometry = peer.geometries[0]  # ranks differ in what they hold of a block, not in their blocks
+    num_blocks = min(rank.num_blocks for rank in peer.geometries)
+    if len(grant.groups) != len(geometry.groups):
         return f"granted {len(grant.groups)} groups"
     for index, (granted, group) in enumerate(zip(grant.groups, geometry.groups, strict=True)):
         held = range(granted.first, granted.first + len(granted.ids))
         live = blocks_covering(group.kind.live_range(grant.num_tokens), group.block_size)
         if live and (live.start < held.start or live.stop > held.stop):
             return f"group {index} ({group.kind.name}) holds block positions {held}, needed are {live}"
-        if granted.ids and max(granted.ids) >= geometry.num_blocks:
-            return f"group {index} names block {max(granted.ids)} of {geometry.num_blocks}"
+        if granted.ids and max(granted.ids) >= num_blocks:
+            return f"group {index} names block {max(granted.ids)} of {num_blocks}"
     return ""

@@ -11,6 +11,7 @@ from functools import lru_cache
 from connector.errors import ConfigError, HmaError
 from connector.plan.geometry import Geometry
 from connector.plan.join import join
+from connector.transport.loader import PeerMemory, RankMemory
 from connector.wire.compare import check
 from connector.wire.described import geometry_of
 from connector.wire.messages import EngineDescription
@@ -23,13 +24,20 @@ LOOPBACK = ("127.0.0.0/8", "::1/128")
 class Peer:
     """A prefill engine that answered, and whether it fits.
 
-    geometry: its memory, when it fits; else `refusal` says why not. A peer is made whole or not at all.
+    geometries: the memory of its ranks, in order, when it fits; else none, and `refusal` says why not. A peer is made
+    whole or not at all.
     """
 
     endpoint: Endpoint
     engine: EngineDescription
-    geometry: Geometry | None
+    geometries: tuple[Geometry, ...]
     refusal: str = ""
+
+    @property
+    def memory(self) -> PeerMemory:
+        """What a worker needs to read from it."""
+        ranks = zip(self.engine.ranks, self.geometries, strict=True)
+        return PeerMemory(tuple(RankMemory(connection=rank.connection, geometry=known) for rank, known in ranks))
 
     @property
     def epoch(self) -> str:
@@ -40,11 +48,12 @@ class Peer:
         """Validate a description as a whole. Nothing has been registered when this refuses."""
         try:
             check(ours, theirs)
-            geometry = geometry_of(theirs)
-            join(geometry_of(ours), [geometry])  # what cannot be joined is refused here, not in a load
-            return cls(endpoint, theirs, geometry)
+            geometries = tuple(geometry_of(theirs, rank) for rank in range(len(theirs.ranks)))
+            for rank in range(len(ours.ranks)):  # what cannot be joined is refused here, not in a load
+                join(geometry_of(ours, rank), geometries, rank=rank, ranks=len(ours.ranks))
+            return cls(endpoint, theirs, geometries)
         except HmaError as error:
-            return cls(endpoint, theirs, None, str(error))
+            return cls(endpoint, theirs, (), str(error))
 
 
 class AllowedPeers:

@@ -47,10 +47,12 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler, after a step. digests: of offered pages, by request and group."""
+    """Worker to scheduler, after a step. digests: of offered pages, by request and group. failed: why loads failed on
+    this rank, by request."""
 
     digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         assert isinstance(other, WorkerMetadata), "all ranks run this connector"
-        return WorkerMetadata(self.digests | other.digests)
+        return WorkerMetadata(self.digests | other.digests, other.failed | self.failed)

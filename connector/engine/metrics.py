@@ -64,18 +64,16 @@ class HmaStats(KVConnectorStats):
     def observe(self, name: str, seconds: float) -> None:
         self.data.setdefault(name, []).append(seconds)
 
-    def record(self, outcome: Outcome, fallback: str) -> None:
-        """Count one ended load. fallback: what happens to a request whose load failed."""
+    def record(self, outcome: Outcome) -> None:
+        """Count what one rank moved for an ended load. Whether the request's prompt has been read, by all ranks, is
+        counted by the scheduler side."""
         for name in OUTCOMES:
             self.count(name, getattr(outcome, name))
         for kind, amount in outcome.failures.items():
             self.count_labelled("part_failures", kind, amount=amount)
         if outcome.ok:
-            self.count("transfers")
             self.observe("transfer_seconds", outcome.transfer_seconds)
             self.observe("post_seconds", outcome.post_seconds)
-        elif outcome.reason != "cancelled":
-            self.count_labelled("fallbacks", outcome.reason, fallback)
 
     def reset(self) -> None:
         self.data = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -28,7 +29,7 @@ from connector.plan.build import Blocks, Pairs, live_blocks, pair_blocks
 from connector.plan.capacity import capacity
 from connector.plan.geometry import Geometry
 from connector.transport.digests import cut_out
-from connector.transport.loader import Load, PeerMemory
+from connector.transport.loader import Load
 from connector.wire.claims import Event, InboundClaim, State
 from connector.wire.codec import Codec, keys_from_environment
 from connector.wire.described import described_groups, described_regions, described_shares
@@ -67,6 +68,7 @@ class SchedulerSide:
         self._host = settings.advertised_host or own_host(settings.control_host)
         self._producing: dict[str, bytes] = {}  # P's running requests that will be offered, and their digests
         self._reported: set[str] = set()  # D's requests that the worker must report, each once
+        self._failed: dict[str, str] = {}  # why loads failed that have not been reported by all ranks
         self._told_leases: dict[str, float] = {}
         self._connected: set[str] = set()
         self._step = StepMetadata()
@@ -82,10 +84,11 @@ class SchedulerSide:
 
     def start(self, ranks: dict[int, RankMetadata]) -> None:
         """The workers have registered their memory: describe this engine and open the control channel."""
-        if set(ranks) != {0}:
-            raise ConfigError(f"Handshake data of ranks {sorted(ranks)}; this version serves one rank.")
+        expected = self._config.parallel_config.tensor_parallel_size
+        if set(ranks) != set(range(expected)):
+            raise ConfigError(f"Handshake data of ranks {sorted(ranks)}, expected of {expected}.")
         self._geometry = ranks[0].geometry
-        engine = self._describe(ranks[0])
+        engine = self._describe([ranks[number] for number in sorted(ranks)])
         codec = Codec(keys_from_environment())
         allowed = AllowedPeers(self._settings.allowed_peers)
         self._outbound = Outbound(engine, lease=self._settings.lease_seconds)
@@ -172,19 +175,18 @@ class SchedulerSide:
         assert claim is not None, "vLLM loads only what matched_tokens reported"
         self._reported.add(request.request_id)
         peer = self._inbound.peer_of(claim)
-        if claim.state is not State.GRANTED or peer is None or peer.geometry is None:
+        if claim.state is not State.GRANTED or peer is None or not peer.geometries:
             self._refuse(claim, claim.reason or "lapsed")
             return
         try:
-            load = self._plan(claim, peer.geometry, blocks, claim.num_tokens - external)
+            load = self._plan(claim, peer.geometries[0], blocks, claim.num_tokens - external)
         except ConfigError as error:
             logger.error("Request %s cannot be loaded: %s", request.request_id, error)
             self._refuse(claim, "plan")
             return
         if peer.epoch not in self._connected:
             self._connected.add(peer.epoch)
-            connection = peer.engine.ranks[0].connection
-            self._step.peers[peer.epoch] = PeerMemory(connection=connection, geometry=peer.geometry)
+            self._step.peers[peer.epoch] = peer.memory
         self._step.loads.append(load)
         self._inbound.move(request.request_id, Event.LOAD)
         self._told_leases[request.request_id] = load.valid_until
@@ -222,7 +224,9 @@ class SchedulerSide:
             host=self._host,
             port=self._server.port,
         )
-        return True, handle.to_params(num_tokens=num_tokens + 1, tp_size=1)
+        return True, handle.to_params(
+            num_tokens=num_tokens + 1, tp_size=self._config.parallel_config.tensor_parallel_size
+        )
 
     # Each step -----------------------------------------------------------------------------------------------------
 
@@ -249,6 +253,7 @@ class SchedulerSide:
         if isinstance(output.kv_connector_worker_meta, WorkerMetadata):
             for request_id, digests in output.kv_connector_worker_meta.digests.items():
                 self._outbound.publish(request_id, digests)
+            self._failed |= output.kv_connector_worker_meta.failed
         for name in ("finished_recving", "failed_recving"):
             reported = getattr(output, name) or set()
             if stray := reported - self._reported:
@@ -256,6 +261,7 @@ class SchedulerSide:
                 setattr(output, name, reported & self._reported)
         for request_id in output.finished_recving or ():
             self._reported.discard(request_id)
+            self._count_ended(request_id, failed=request_id in (output.failed_recving or ()))
             self._inbound.move(request_id, Event.FINISH)
 
     def take_stats(self) -> HmaStats | None:
@@ -276,8 +282,8 @@ class SchedulerSide:
 
     # Internals ---------------------------------------------------------------------------------------------------
 
-    def _describe(self, rank: RankMetadata) -> EngineDescription:
-        geometry, config = rank.geometry, self._config
+    def _describe(self, ranks: Sequence[RankMetadata]) -> EngineDescription:
+        geometry, config = ranks[0].geometry, self._config
         hma_on = not config.scheduler_config.disable_hybrid_kv_cache_manager
         tokens = capacity(geometry, config.model_config.max_model_len)
         return EngineDescription(
@@ -287,19 +293,20 @@ class SchedulerSide:
             model=str(config.model_config.model),
             versions={"hma": __version__, "vllm": vllm.__version__, "protocol": str(PROTOCOL)},
             fields=comparable_fields(
-                config, rank.layout, PROTOCOL, vllm.__version__, verify_pages=self._settings.verify_pages
+                config, ranks[0].layout, PROTOCOL, vllm.__version__, verify_pages=self._settings.verify_pages
             ),
             groups=described_groups(geometry),
-            ranks=(
+            ranks=tuple(
                 RankDescription(
                     transport=rank.transport,
                     memory=rank.memory,
                     connection=rank.connection,
-                    regions=described_regions(geometry),
-                    shares=described_shares(geometry),
-                ),
+                    regions=described_regions(rank.geometry),
+                    shares=described_shares(rank.geometry),
+                )
+                for rank in ranks
             ),
-            num_blocks=geometry.num_blocks,
+            num_blocks=min(rank.geometry.num_blocks for rank in ranks),
             hma_enabled=hma_on,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             capacity=CapacityDescription(
@@ -352,15 +359,27 @@ class SchedulerSide:
             for group, pair, offered in zip(self._geometry.groups, pairs, grant.groups, strict=True)
         )
 
+    def _count_ended(self, request_id: str, *, failed: bool) -> None:
+        """Every rank has reported a load. What was refused before it began has been counted then."""
+        reason = self._failed.pop(request_id, "")
+        if not failed:
+            self._stats.count("transfers")
+        elif reason not in ("", "cancelled"):
+            self._stats.count_labelled("fallbacks", reason, self._outcome)
+
+    @property
+    def _outcome(self) -> str:
+        """What becomes of a request whose KV is not used."""
+        return "recomputed" if self._recomputes else "failed"
+
     def _refuse(self, claim: InboundClaim, reason: str) -> None:
         """Blocks are allocated but will not be loaded: have the worker report the request as failed."""
         self._step.refused.append(claim.request_id)
         self._fall_back(reason, claim)
 
     def _fall_back(self, reason: str, claim: InboundClaim) -> None:
-        outcome = "recomputed" if self._recomputes else "failed"
-        logger.warning("Request %s is %s: %s (%s)", claim.request_id, outcome, reason, claim.detail)
-        self._stats.count_labelled("fallbacks", reason, outcome)
+        logger.warning("Request %s is %s: %s (%s)", claim.request_id, self._outcome, reason, claim.detail)
+        self._stats.count_labelled("fallbacks", reason, self._outcome)
         self._end(claim, Event.SKIP if claim.state is State.GRANTED else Event.GIVE_UP)
 
     def _end(self, claim: InboundClaim, event: Event) -> None:

@@ -58,8 +58,10 @@ def check_groups(cache: KVCacheConfig) -> None:
         raise ConfigError("This model has no KV cache, there is nothing to hand over.")
 
 
-def geometry_from(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> Geometry:
-    """Regions and groups of one rank, from the tensors that vLLM registers.
+def geometry_from(
+    cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor], *, heads: int = 1, rank: int = 0, ranks: int = 1
+) -> Geometry:
+    """Regions and groups of one rank, from the tensors that vLLM registers. heads: KV heads of the whole model.
 
     Layers whose blocks start at the same addresses share a region: layers of several groups, whose pages may differ in
     size, and layers that reuse the cache of an earlier layer, which moves once.
@@ -94,7 +96,7 @@ def geometry_from(cache: KVCacheConfig, tensors: Mapping[str, torch.Tensor]) -> 
                 block_size=_first_spec(group).block_size,
                 layers=tuple(group.layer_names),
                 pages=tuple(pages),
-                share=_share(group),
+                share=_share(group, heads, rank, ranks),
                 kernel_blocks=cuts.pop(),
             )
         )
@@ -135,7 +137,6 @@ def comparable_fields(
         "model": f"{'/'.join(model.architectures)} {_config_hash(model.hf_config)}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(config.cache_config.cache_dtype),
-        "tp_size": str(config.parallel_config.tensor_parallel_size),
         "layout": layout,
         "hma": "off" if config.scheduler_config.disable_hybrid_kv_cache_manager else "on",
         "draft_model": str(draft.method) if draft is not None and has_draft_model else "none",
@@ -149,7 +150,6 @@ def refuse_unsupported(config: VllmConfig) -> None:
     """Name what this version cannot do before anything is registered."""
     parallel = config.parallel_config
     for name, value in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--data-parallel-size", parallel.data_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
@@ -189,12 +189,22 @@ def _group_kind(group: KVCacheGroupSpec) -> Kind:
     return kinds.pop()
 
 
-def _share(group: KVCacheGroupSpec) -> Share:
-    """What this rank holds of a group: with one rank, everything."""
+def _share(group: KVCacheGroupSpec, heads: int, rank: int, ranks: int) -> Share:
+    """What this rank holds of a group: some of its heads, one of them where there are fewer than ranks, a part of a
+    state, or all of what every rank holds."""
     spec = _first_spec(group)
-    if isinstance(spec, AttentionSpec) and not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
-        return Share(0, spec.num_kv_heads, spec.num_kv_heads)
-    return Share()
+    if isinstance(spec, MambaSpec):
+        return Share() if spec.tp_replicated else Share(rank, 1, ranks)
+    assert isinstance(spec, AttentionSpec), "check_groups has refused all other kinds"
+    held = spec.num_kv_heads
+    if isinstance(spec, MLAAttentionSpec):
+        return Share()
+    if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        if ranks > 1:
+            raise ConfigError(f"Layers with pages of several sizes in one group, under {ranks} ranks: not supported.")
+        return Share()
+    total = held * ranks if held > 1 or heads >= ranks else heads
+    return Share(rank * total // ranks, held, total)
 
 
 def _cache(tensor: torch.Tensor, num_blocks: int, layer: str) -> Cache:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.engine.metadata import RankMetadata, StepMetadata, WorkerMetadata
@@ -33,17 +34,15 @@ class WorkerSide:
     """One rank's half. vLLM calls it from the worker's thread only."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> None:
-        assert config.kv_transfer_config is not None, "vLLM makes a connector only with a transfer config"
         self._cache, self._settings = cache, settings
-        recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        self._fallback = "recomputed" if recomputes else "failed"
+        self._heads = config.model_config.get_total_num_kv_heads()
         self._transport: Transport | None = None
         self._loader: Loader | None = None
         self._rank: RankMetadata | None = None
         self._freed: set[str] = set()
         self._refused: set[str] = set()
         self._stats = HmaStats()
-        self._digests: dict[str, tuple[bytes, ...]] = {}
+        self._told = WorkerMetadata()
         ask_for_amx()
 
     @property
@@ -53,7 +52,8 @@ class WorkerSide:
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, check them as a whole, then register them with the transport."""
-        geometry = geometry_from(self._cache, tensors)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        geometry = geometry_from(self._cache, tensors, heads=self._heads, rank=rank, ranks=ranks)
         memory = memory_of(tensors)
         layout = layout_of(self._cache, tensors)
         if self._settings.verify_pages and memory != "DRAM":
@@ -62,7 +62,9 @@ class WorkerSide:
         connection = transport.register(geometry.regions)
         self._transport = transport
         recovery = Recovery(max_attempts=self._settings.max_attempts, read_timeout=self._settings.read_timeout)
-        self._loader = Loader(transport, geometry, max_runs=self._settings.part_runs, recovery=recovery)
+        self._loader = Loader(
+            transport, geometry, max_runs=self._settings.part_runs, rank=rank, ranks=ranks, recovery=recovery
+        )
         self._rank = RankMetadata(
             transport=transport.kind, memory=memory, connection=connection, layout=layout, geometry=geometry
         )
@@ -82,7 +84,7 @@ class WorkerSide:
             self._loader.cancel(request_id)
         for request_id, blocks in meta.published.items():
             assert self._rank is not None, "the caches are registered"
-            self._digests[request_id] = published(self._rank.geometry, blocks)
+            self._told.digests[request_id] = published(self._rank.geometry, blocks)
         self._freed.update(meta.freed)
         self._refused.update(meta.refused)
 
@@ -93,18 +95,19 @@ class WorkerSide:
         )
         self._freed, self._refused = set(), set()
         for outcome in self._loader.poll() if self._loader is not None else ():
-            self._stats.record(outcome, self._fallback)
+            self._stats.record(outcome)
             results.finished_recving.add(outcome.request_id)
             if not outcome.ok:
+                self._told.failed[outcome.request_id] = outcome.reason
                 results.failed_recving.add(outcome.request_id)
         return results
 
     def take_metadata(self) -> WorkerMetadata | None:
-        """Digests computed since the last call, None when there are none."""
-        if not self._digests:
+        """What the scheduler side does not know yet, None when there is nothing."""
+        if not self._told.digests and not self._told.failed:
             return None
-        digests, self._digests = self._digests, {}
-        return WorkerMetadata(digests)
+        told, self._told = self._told, WorkerMetadata()
+        return told
 
     def take_stats(self) -> HmaStats | None:
         """Counts since the last call, None when there are none."""

@@ -49,11 +49,18 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerMemory:
-    """What makes a validated peer readable: its transport's connection data and its geometry."""
+class RankMemory:
+    """What makes one rank of a peer readable: its transport's connection data and its geometry."""
 
     connection: bytes
     geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """A validated peer: all of its ranks, in order."""
+
+    ranks: tuple[RankMemory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +95,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Running:
-    """A load under way. failures: of single posts, by name. checked: times that its pages' digests were compared."""
+    """A load under way. rows: for each rank that is read from. failures: of single posts, by name. checked: times that
+    its pages' digests were compared."""
 
     load: Load
-    rows: Descriptors
+    rows: tuple[Descriptors, ...]
     parts: list[Part]
     valid_until: float
     reason: str = ""
@@ -102,16 +110,29 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Peer:
-    memory: PeerMemory
+class _Source:
+    """A rank of a peer that this rank reads from."""
+
+    memory: RankMemory
     join: Join
     connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """Every rank of P that holds what this rank needs: one where both sides are divided alike."""
+
+    sources: tuple[_Source, ...]
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.connection.close()
 
 
 class Loader:
     """All loads of one rank. Single-threaded: the worker's step calls it.
 
-    max_runs: runs in a part.
+    max_runs: runs in a part. rank, ranks: this one's number and how many D has.
     """
 
     def __init__(
@@ -120,11 +141,14 @@ class Loader:
         geometry: Geometry,
         *,
         max_runs: int = 1024,
+        rank: int = 0,
+        ranks: int = 1,
         recovery: Recovery | None = None,
         clock: Clock = lease_clock,
     ) -> None:
         self._transport, self._geometry = transport, geometry
         self._max_runs, self._recovery, self._clock = max_runs, recovery or Recovery(), clock
+        self._rank, self._ranks = rank, ranks
         self._peers: dict[str, _Peer] = {}
         self._leaving: set[str] = set()
         self._running: dict[str, _Running] = {}
@@ -138,11 +162,16 @@ class Loader:
         self._leaving.discard(epoch)
         if epoch in self._peers:
             return
+        sources: list[_Source] = []
         try:
-            joined = join(self._geometry, [memory.geometry])[0]
-            self._peers[epoch] = _Peer(memory, joined, self._open(memory, joined))
+            geometries = [rank.geometry for rank in memory.ranks]
+            for number, joined in join(self._geometry, geometries, rank=self._rank, ranks=self._ranks).items():
+                rank = memory.ranks[number]
+                sources.append(_Source(rank, joined, self._open(rank, joined)))
+            self._peers[epoch] = _Peer(tuple(sources))
         except (ConfigError, TransportError) as error:
             logger.error("Prefill engine %s cannot be connected: %s", epoch, error)
+            _Peer(tuple(sources)).close()
 
     def forget(self, epoch: str) -> None:
         """Drop a peer once none of its reads is under way."""
@@ -157,7 +186,7 @@ class Loader:
             return
         peer = self._peers[load.epoch]
         try:
-            rows = descriptors(load.pairs, peer.join)
+            rows = tuple(descriptors(load.pairs, source.join) for source in peer.sources)
         except (HmaError, ValueError, IndexError) as error:
             logger.error("The plan of request %s cannot be built: %s", load.request_id, error)
             self._ended.append(Outcome(request_id=load.request_id, reason="plan"))
@@ -166,7 +195,11 @@ class Loader:
             logger.warning("Request %s: its load came too late to be started (%s)", load.request_id, reason)
             self._ended.append(Outcome(request_id=load.request_id, reason=reason))
             return
-        parts = [Part(local, remote, _num_bytes(peer.join, local)) for local, remote in rows.parts(self._max_runs)]
+        parts = [
+            Part(local, remote, _num_bytes(source.join, local), source=number)
+            for number, (source, part_rows) in enumerate(zip(peer.sources, rows, strict=True))
+            for local, remote in part_rows.parts(self._max_runs)
+        ]
         running = _Running(load, rows, parts, load.valid_until)
         self._running[load.request_id] = running
         for part in parts:
@@ -201,14 +234,14 @@ class Loader:
                 part.stop()
         self._running.clear()
         for peer in self._peers.values():
-            peer.connection.close()
+            peer.close()
         self._peers.clear()
 
-    def _open(self, memory: PeerMemory, joined: Join) -> Connection:
+    def _open(self, memory: RankMemory, joined: Join) -> Connection:
         return self._transport.connect(memory.connection, joined.local_strips, joined.remote_strips)
 
     def _post(self, running: _Running, part: Part, peer: _Peer) -> None:
-        part.post(peer.connection, self._clock(), self._recovery)
+        part.post(peer.sources[part.source].connection, self._clock(), self._recovery)
         self._note(running, part)
 
     def _note(self, running: _Running, part: Part) -> None:
@@ -244,20 +277,21 @@ class Loader:
         if part.attempts >= self._recovery.max_attempts or peer is None or running.load.epoch in self._leaving:
             running.reason = "digest" if part.failure is Failure.DIGEST else "transfer"
             return
-        if part.connection is peer.connection:
-            self._renew(running.load.epoch, peer)
+        source = peer.sources[part.source]
+        if part.connection is source.connection:
+            self._renew(running.load.epoch, part.source, source)
         running.retries += 1
         running.rows_again += len(part.local)
         self._post(running, part, peer)
 
-    def _renew(self, epoch: str, peer: _Peer) -> None:
-        """Connect to a peer anew after a failure, unless other reads use the connection."""
+    def _renew(self, epoch: str, number: int, source: _Source) -> None:
+        """Connect to a rank anew after a failure, unless other reads use the connection."""
         parts = [p for running in self._running.values() if running.load.epoch == epoch for p in running.parts]
-        if not all(part.is_quiet for part in parts):
+        if not all(part.is_quiet for part in parts if part.source == number):
             return
         try:
-            peer.connection.close()
-            peer.connection = self._open(peer.memory, peer.join)
+            source.connection.close()
+            source.connection = self._open(source.memory, source.join)
         except TransportError as error:
             logger.warning("Prefill engine %s cannot be connected anew: %s", epoch, error)
 
@@ -269,8 +303,12 @@ class Loader:
         if peer is None:
             running.reason = "transfer"
             return True
+        if len(peer.sources) != 1:
+            running.reason = "digest"  # settings refuse to verify pages of several ranks
+            return True
+        joined = peer.sources[0].join
         try:
-            local, remote = differing_rows(peer.join, running.load.pairs, running.load.digests)
+            local, remote = differing_rows(joined, running.load.pairs, running.load.digests)
         except ConfigError as error:
             logger.error("Request %s: %s", running.load.request_id, error)
             running.reason = "digest"
@@ -281,7 +319,7 @@ class Loader:
         part = Part(
             local,
             remote,
-            _num_bytes(peer.join, local),
+            _num_bytes(joined, local),
             is_repair=True,
             attempts=running.checked,
             failure=Failure.DIGEST,
@@ -295,20 +333,19 @@ class Loader:
         ended = [(part, part.done) for part in running.parts if part.done is not None]
         done = [telemetry for _, telemetry in ended]
         moved = sum(telemetry.num_bytes for part, telemetry in ended if not part.is_repair)
+        planned = sum(rows.num_bytes for rows in running.rows)
         reason = running.reason
         reason = reason or self._too_late(running, self._clock())
         if not reason and any(telemetry.num_bytes != part.num_bytes for part, telemetry in ended):
-            logger.error(
-                "Request %s: %d bytes planned, %d moved", running.load.request_id, running.rows.num_bytes, moved
-            )
+            logger.error("Request %s: %d bytes planned, %d moved", running.load.request_id, planned, moved)
             reason = "bytes"
         return Outcome(
             request_id=running.load.request_id,
             reason=reason,
-            bytes_planned=running.rows.num_bytes,
+            bytes_planned=planned,
             bytes_moved=moved,
-            descriptors_planned=running.rows.num_pages,
-            runs_planned=running.rows.runs,
+            descriptors_planned=sum(rows.num_pages for rows in running.rows),
+            runs_planned=sum(rows.runs for rows in running.rows),
             descriptors_posted=sum(telemetry.descriptors for telemetry in done),
             failures=dict(running.failures),
             retries=running.retries,
@@ -327,7 +364,7 @@ class Loader:
     def _drop_leaving(self) -> None:
         busy = {running.load.epoch for running in self._running.values()}
         for epoch in self._leaving - busy:
-            self._peers.pop(epoch).connection.close()
+            self._peers.pop(epoch).close()
         self._leaving &= busy
 
 

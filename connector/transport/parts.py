@@ -39,7 +39,8 @@ class Failure(StrEnum):
 
 @dataclass(slots=True)
 class Part:
-    """local, remote: rows. num_bytes: of them. is_repair: of pages that have arrived once, and wrongly.
+    """local, remote: rows. num_bytes: of them. source: which of the peer's ranks, in the loader's order. is_repair: of
+    pages that have arrived once, and wrongly.
 
     attempts: posts so far. failure: of the last one, None while all is well. retry_at: when to post again.
 
@@ -49,6 +50,7 @@ class Part:
     local: Rows
     remote: Rows
     num_bytes: int
+    source: int = 0
     is_repair: bool = False
     attempts: int = 0
     failure: Failure | None = None

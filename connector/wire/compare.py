@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from connector.errors import IncompatiblePeer
-from connector.wire.messages import EngineDescription, GroupDescription, RankDescription
+from connector.wire.messages import EngineDescription, GroupDescription
 
 Verdict = Literal["refused", "compatible"]
 
@@ -19,13 +19,13 @@ REMEDIES = {
     "dtype": "Give both engines the same --dtype.",
     "kv_dtype": "Give both engines the same --kv-cache-dtype.",
     "tp_size": "Give both engines the same --tensor-parallel-size.",
-    "block_size": "Give both engines the same --block-size.",
+    "block_size": "Give both engines the same --block-size, or sizes of which one divides the other.",
     "layout": "Give both engines the same KV cache layout (VLLM_KV_CACHE_LAYOUT).",
     "connector": "Install the same version of hma on both sides.",
     "verify_pages": "Set verify_pages on both engines, or on neither.",
     "vllm": "Run the same version of vLLM on both sides.",
 }
-_COMPARED = ("kind", "window", "chunk", "block_size", "kernel_blocks", "page_bytes", "layers")
+_COMPARED = ("kind", "window", "chunk", "layers")
 _GROUP_REMEDY = "Give both engines the same model, --block-size and hybrid KV cache manager setting."
 
 
@@ -67,9 +67,8 @@ def check(ours: EngineDescription, theirs: EngineDescription, *, our_name: str =
 def fingerprint(engine: EngineDescription) -> bytes:
     """A digest of all that must be equal, so that P can refuse a claim of an engine that does not fit."""
     groups = [_comparable(group) for group in engine.groups]
-    pages = [[page.num_bytes for page in group.pages] for group in engine.groups]
-    ranks = [(rank.transport, rank.memory, rank.shares) for rank in engine.ranks]
-    return hashlib.sha256(msgspec.msgpack.encode((sorted(engine.fields.items()), groups, pages, ranks))).digest()
+    ranks = sorted({(rank.transport, rank.memory) for rank in engine.ranks})
+    return hashlib.sha256(msgspec.msgpack.encode((sorted(engine.fields.items()), groups, ranks))).digest()
 
 
 def _fields(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
@@ -87,49 +86,75 @@ def _groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Diff
     if len(ours.groups) != len(theirs.groups):
         yield Difference("groups", str(len(ours.groups)), str(len(theirs.groups)), "refused", _GROUP_REMEDY)
         return
-    pairs = [(_comparable(mine), _comparable(other)) for mine, other in zip(ours.groups, theirs.groups, strict=True)]
-    blocks_differ = any(left["block_size"] != right["block_size"] for left, right in pairs)
-    for name in pairs[0][0] if pairs else ():
-        if name == "page_bytes" and blocks_differ:
-            continue  # a consequence, and the cause has been named
-        sides = [(str(left[name])[:200], str(right[name])[:200]) for left, right in pairs]
-        differing = [index for index, (left, right) in enumerate(sides) if left != right]
-        remedy = REMEDIES.get(name, _GROUP_REMEDY)
-        if differing and len({sides[index] for index in differing}) == 1 and len(differing) == len(pairs):
-            yield Difference(name, *sides[0], "refused", remedy)
-        else:
-            yield from (Difference(f"groups[{index}].{name}", *sides[index], "refused", remedy) for index in differing)
+    for name in _COMPARED:
+        yield from _told(ours, theirs, name, lambda *_: "refused")
+    exact = ours.fields.get("verify_pages") == "on"
+    for name in ("block_size", "kernel_blocks"):
+        yield from _told(
+            ours, theirs, name, lambda one, other: "compatible" if _divides(one, other, exact) else "refused"
+        )
+
+
+def _divides(one: int, other: int, exact: bool) -> bool:
+    """Whether blocks of these sizes can be read into each other. exact: pages are verified, which needs equal ones."""
+    return one == other or (False and not exact)
+
+
+def _told(
+    ours: EngineDescription, theirs: EngineDescription, name: str, judge: Callable[[Any, Any], Verdict]
+) -> Iterator[Difference]:
+    """Differences of one attribute of the groups: once where all groups differ alike, else by group."""
+    pairs = [
+        (index, getattr(mine, name), getattr(other, name))
+        for index, (mine, other) in enumerate(zip(ours.groups, theirs.groups, strict=True))
+    ]
+    remedy = REMEDIES.get(name, _GROUP_REMEDY)
+    differing = [pair for pair in pairs if pair[1] != pair[2]]
+    alike = len({(str(mine), str(other)) for _, mine, other in differing}) == 1 and len(differing) == len(pairs)
+    for index, mine, other in differing[:1] if alike else differing:
+        field = name if alike else f"groups[{index}].{name}"
+        yield Difference(field, str(mine)[:200], str(other)[:200], judge(mine, other), remedy)
 
 
 def _ranks(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
+    for name in ("transport", "memory"):
+        mine, other = (", ".join(sorted({str(getattr(rank, name)) for rank in side.ranks})) for side in (ours, theirs))
+        if mine != other:
+            yield Difference(name, mine, other, "refused", "Use the same device kind on both sides.")
     if len(ours.ranks) != len(theirs.ranks):
-        sides = str(len(ours.ranks)), str(len(theirs.ranks))
-        yield Difference("ranks", *sides, "refused", REMEDIES["tp_size"])
-        return
-    for index, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
-        for name in ("transport", "memory"):
-            if getattr(mine, name) != getattr(other, name):
-                sides = str(getattr(mine, name)), str(getattr(other, name))
-                yield Difference(f"ranks[{index}].{name}", *sides, "refused", "Use the same device kind on both sides.")
-        if mine.shares != other.shares:
-            sides = str(mine.shares)[:200], str(other.shares)[:200]
-            yield Difference(f"ranks[{index}].shares", *sides, "refused", REMEDIES["tp_size"])
-        yield from _pages(index, ours, theirs, other)
+        refused = ours.fields.get("verify_pages") == "on" or not theirs.ranks
+        verdict: Verdict = "refused" if refused else "compatible"
+        yield Difference("tp_size", str(len(ours.ranks)), str(len(theirs.ranks)), verdict, REMEDIES["tp_size"])
+    yield from _shares(ours, theirs)
+    yield from _pages(ours, theirs)
 
 
-def _pages(
-    index: int, ours: EngineDescription, theirs: EngineDescription, other: RankDescription
-) -> Iterator[Difference]:
+def _shares(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
+    """Groups must be divided into the same parts, whoever holds which. States are divided by rank, and never cut."""
+    for group in ours.groups:
+        mine, other = (_parts(side, group.index) for side in (ours, theirs))
+        if mine != other:
+            field = f"groups[{group.index}] ({group.kind}).parts"
+            yield Difference(field, str(mine), str(other), "refused", REMEDIES["tp_size"])
+
+
+def _parts(engine: EngineDescription, index: int) -> list[int]:
+    return sorted({rank.shares[index].total for rank in engine.ranks if index < len(rank.shares)})
+
+
+def _pages(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:
     """Joined pages must be of one size; everything a peer says is checked to be in range first."""
+    fewest = min((len(rank.regions) for rank in theirs.ranks), default=0)
+    alike = [[rank.shares for rank in side.ranks] for side in (ours, theirs)]
     for left, right in zip(ours.groups, theirs.groups, strict=False):
-        name = f"ranks[{index}].groups[{left.index}].pages"
+        name = f"groups[{left.index}].pages"
         if len(left.pages) != len(right.pages):
             yield Difference(name, str(len(left.pages)), str(len(right.pages)), "refused", REMEDIES["layout"])
             continue
-        if any(page.region >= len(other.regions) for page in right.pages):
+        if any(page.region >= fewest for page in right.pages):
             yield Difference(name, "in range", "out of range", "refused", REMEDIES["connector"])
             continue
         pages = [page.num_bytes for page in left.pages]
         their_pages = [page.num_bytes for page in right.pages]
-        if pages != their_pages and left.block_size == right.block_size:
+        if pages != their_pages and left.block_size == right.block_size and alike[0] == alike[1]:
             yield Difference(f"{name}.num_bytes", str(pages)[:200], str(their_pages)[:200], "refused", _GROUP_REMEDY)

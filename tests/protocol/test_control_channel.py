@@ -33,7 +33,7 @@ def test_a_claim_is_granted_with_the_blocks_and_released_after_the_load(build: B
     assert claim.state is State.GRANTED
     assert [group.ids for group in claim.grant.groups] == [(5, 6, 7), (8, 9, 10)]
     peer = d.inbound.peer_of(claim)
-    assert peer.geometry.num_blocks == 50
+    assert peer.geometries[0].num_blocks == 50
     d.inbound.move("d", Event.LOAD)
     assert list(d.inbound.leases()) == ["d"]
     assert p.outbound.open_offers == 1

@@ -41,7 +41,7 @@ class Setup:
     policy: str | None = "recompute"
     extra: dict[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    kv_mib: int = 48
+    kv_mib: int = 16
 
     def transfer_config(self, name: str, control_port: int, **extra: Any) -> dict[str, Any]:
         assert self.connector is not None

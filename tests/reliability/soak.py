@@ -138,7 +138,7 @@ class Soak:
             for answer in await self._visit(one, prompt):
                 self._tally.add(one, number, prompt, answer)
                 if answer.verdict == "failed" and not answer.status:
-                    await asyncio.sleep(0.5)  # as a client backs off from a server that is down
+                    await asyncio.sleep(3)  # as a client backs off from a server that is down
 
     async def _visit(self, one: Visit, prompt: Prompt) -> list[Answer]:
         client = self._world.client
@@ -204,6 +204,8 @@ class Soak:
     async def _watch_memory(self, calm: int) -> dict[str, float]:
         """MiB of growth for each 1,000 short requests, by a straight line through what comes after a warm-up."""
         servers = (self._world.prefill, self._world.decode)
+        for server in servers:
+            await self._touch_all_blocks(server)
         samples: list[tuple[float, ...]] = []
         short = sorted(self._world.prompts, key=lambda prompt: len(prompt.tokens))[:8]
         done = 0
@@ -222,6 +224,13 @@ class Soak:
             server.name: float(1000 * np.polyfit(table[:, 0], table[:, 1 + index], 1)[0])
             for index, server in enumerate(servers)
         }
+
+    async def _touch_all_blocks(self, server: Server) -> None:
+        """Fill a server's cache once: memory of blocks that were never used is not resident yet."""
+        longest = max(self._world.prompts, key=lambda prompt: len(prompt.tokens))
+        client = Client(server, server)
+        async with client:
+            await asyncio.gather(*(client.decode(longest, None, count=2) for _ in range(64)))
 
     def _report(self, held: dict[str, float], slope: dict[str, float], calm: int) -> Report:
         world = self._world

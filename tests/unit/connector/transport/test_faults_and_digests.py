@@ -18,7 +18,7 @@ from connector.plan.kinds import Full, SlidingWindow
 from connector.transport.base import Progress
 from connector.transport.digests import DIGEST_BYTES, cut_out, differing_rows, published
 from connector.transport.faulty import Faults, FaultyTransport
-from connector.transport.loader import Load, Loader, Outcome, PeerMemory
+from connector.transport.loader import Load, Loader, Outcome, PeerMemory, RankMemory
 from connector.transport.loopback import LoopbackTransport
 from connector.transport.parts import Recovery
 
@@ -74,7 +74,7 @@ def run(p: Engine, d: Engine, faults: str, *, verify: bool = True, max_runs: int
         recovery=Recovery(backoff=0.1, read_timeout=2.0, max_attempts=6),
         clock=lambda: next(clock),
     )
-    loader.connect("P", PeerMemory(connection=p.data, geometry=p.geometry))
+    loader.connect("P", PeerMemory((RankMemory(connection=p.data, geometry=p.geometry),)))
     digests = published(p.geometry, [pair.remote.tolist() for pair in PAIRS]) if verify else ()
     loader.start(Load(request_id="r", epoch="P", pairs=PAIRS, valid_until=1e6, digests=digests))
     for _ in range(steps):

@@ -15,7 +15,7 @@ from connector.plan.build import Pairs
 from connector.plan.geometry import Geometry, Group, Indices, Page, Region, Strip
 from connector.plan.kinds import Full
 from connector.transport.base import Progress, Telemetry, Transport
-from connector.transport.loader import Load, Loader, Outcome, PeerMemory
+from connector.transport.loader import Load, Loader, Outcome, PeerMemory, RankMemory
 from connector.transport.loopback import LoopbackTransport
 from connector.transport.parts import Recovery
 from tests.unit.connector.describe import PAGE, small_geometry
@@ -73,7 +73,7 @@ def test_exactly_the_planned_pages_change(
     connection = other.register(theirs.geometry.regions)
     mine.register(ours.geometry.regions)
     loader = Loader(mine, ours.geometry, max_runs=max_runs, clock=lambda: 0.0)
-    loader.connect("P", PeerMemory(connection=connection, geometry=theirs.geometry))
+    loader.connect("P", PeerMemory((RankMemory(connection=connection, geometry=theirs.geometry),)))
     cut = first + second
     pairs = (
         Pairs(np.array(remote[:first], np.int64), np.array(local[:first], np.int64)),
@@ -159,7 +159,7 @@ def fake_loader(transport: Transport, clock: Clock | None = None, *, max_runs: i
     geometry = small_geometry()
     made = Recovery(**({"backoff": 0.0} | recovery))  # type: ignore[arg-type]
     loader = Loader(transport, geometry, clock=clock or Clock(), max_runs=max_runs, recovery=made)
-    loader.connect("P", PeerMemory(connection=b"", geometry=geometry))
+    loader.connect("P", PeerMemory((RankMemory(connection=b"", geometry=geometry),)))
     return loader
 
 
@@ -299,7 +299,7 @@ def test_a_peer_is_dropped_when_its_reads_have_ended_and_can_come_back() -> None
     assert transport.closed == 1
     loader.start(load("two"))
     assert [outcome.reason for outcome in ended(loader)] == ["transfer"]
-    loader.connect("P", PeerMemory(connection=b"", geometry=small_geometry()))
+    loader.connect("P", PeerMemory((RankMemory(connection=b"", geometry=small_geometry()),)))
     loader.start(load("three"))
     assert [outcome.ok for outcome in ended(loader)] == [True]
 
@@ -309,7 +309,7 @@ def test_a_peer_that_is_forgotten_and_described_again_while_it_is_read_stays() -
     loader = fake_loader(transport)
     loader.start(load("one"))
     loader.forget("P")
-    loader.connect("P", PeerMemory(connection=b"", geometry=small_geometry()))
+    loader.connect("P", PeerMemory((RankMemory(connection=b"", geometry=small_geometry()),)))
     assert [outcome.ok for outcome in ended(loader)] == [True]
     assert transport.closed == 0
 
