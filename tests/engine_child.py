@@ -172,6 +172,7 @@ class ChildEngine:
                 "window": getattr(group.kv_cache_spec, "sliding_window", None),
                 "chunk": getattr(group.kv_cache_spec, "attention_chunk_size", None),
                 "page_bytes": group.kv_cache_spec.page_size_bytes,
+                "data_bytes": group.kv_cache_spec.real_page_size_bytes,  # without padding
             }
             for group in self.scheduler.kv_cache_config.kv_cache_groups
         ]

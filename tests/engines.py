@@ -84,7 +84,10 @@ class Engine:
 
 
 def start_engine(name: str, args: dict[str, Any], *, core: int, log_dir: Path, env: dict[str, str]) -> Engine:
-    """Start a child engine on one core; does not wait for it."""
+    """Start a child engine on one core, each of several ranks on one of its own; does not wait for it."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = args.get("tensor_parallel_size", 1)
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else str(core)
     read_end, write_end = os.pipe()
     log = log_dir / f"{name}.log"
     with log.open("w") as stream:
@@ -95,17 +98,17 @@ def start_engine(name: str, args: dict[str, Any], *, core: int, log_dir: Path, e
             stderr=subprocess.STDOUT,
             pass_fds=(write_end,),
             text=True,
-            env={**os.environ, **engine_env(core), **env},
+            env={**os.environ, **engine_env(binding), **env},
         )
     os.close(write_end)
     return Engine(process, read_end, log)
 
 
-def engine_env(core: int) -> dict[str, str]:
-    """Environment of a one-process CPU engine on one core."""
+def engine_env(binding: str) -> dict[str, str]:
+    """Environment of a CPU engine without a server. binding: the core of each rank, as vLLM writes it."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_CPU_OMP_THREADS_BIND": binding,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",

@@ -48,8 +48,8 @@ class HmaNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
-        refuse_unsupported(vllm_config)
-        check_groups(kv_cache_config)
+        refuse_unsupported(vllm_config, verify_pages=settings.verify_pages)
+        check_groups(kv_cache_config, speculates=vllm_config.speculative_config is not None)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -88,6 +88,12 @@ class HmaNixlConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Layer by layer, in each block the heads outermost: so a block is contiguous, and can be cut into heads."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
 
     # Scheduler -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Cache, Geometry, Group, Page, Region, Share, cache_of_tensor
+from connector.plan.geometry import Cache, Cut, Geometry, Group, Page, Region, Share, cache_of_tensor
 from connector.plan.kinds import ChunkedLocal, Full, Kind, Mla, SlidingWindow, State
 
 KINDS: dict[type[KVCacheSpec], Callable[[Any], Kind]] = {
@@ -50,10 +51,14 @@ def kind_of(spec: KVCacheSpec, layer: str) -> Kind:
     )
 
 
-def check_groups(cache: KVCacheConfig) -> None:
-    """Refuse a model at start when one of its groups cannot be moved."""
+def check_groups(cache: KVCacheConfig, *, speculates: bool = False) -> None:
+    """Refuse a model at start when one of its groups cannot be moved. speculates: the engine drafts tokens."""
     for group in cache.kv_cache_groups:
-        _group_kind(group)
+        if _group_kind(group) == State() and speculates:
+            raise ConfigError(
+                f"Layer {group.layer_names[0]} keeps a state, and with speculation it keeps drafts of it.",
+                remedy="Leave --speculative-config out.",
+            )
     if not cache.kv_cache_groups:
         raise ConfigError("This model has no KV cache, there is nothing to hand over.")
 
@@ -97,6 +102,7 @@ def geometry_from(
                 layers=tuple(group.layer_names),
                 pages=tuple(pages),
                 share=_share(group, heads, rank, ranks),
+                cut=_cut(group, tensors),
                 kernel_blocks=cuts.pop(),
             )
         )
@@ -146,9 +152,14 @@ def comparable_fields(
     }
 
 
-def refuse_unsupported(config: VllmConfig) -> None:
+def refuse_unsupported(config: VllmConfig, *, verify_pages: bool = False) -> None:
     """Name what this version cannot do before anything is registered."""
     parallel = config.parallel_config
+    if verify_pages and parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"verify_pages with --tensor-parallel-size {parallel.tensor_parallel_size} is not supported.",
+            remedy="Leave verify_pages off.",
+        )
     for name, value in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--data-parallel-size", parallel.data_parallel_size),
@@ -205,6 +216,24 @@ def _share(group: KVCacheGroupSpec, heads: int, rank: int, ranks: int) -> Share:
         return Share()
     total = held * ranks if held > 1 or heads >= ranks else heads
     return Share(rank * total // ranks, held, total)
+
+
+def _cut(group: KVCacheGroupSpec, tensors: Mapping[str, torch.Tensor]) -> Cut:
+    """What blocks of a group may be cut into.
+
+    vLLM's tensors are (blocks, heads, tokens, bytes of a token), and their strides say how these lie in memory. Its CPU
+    backend keeps each head of a block in an order of its own (`CPUAttentionBackendImpl`), and quantised caches keep
+    scales between tokens.
+    """
+    spec = _first_spec(group)
+    if isinstance(spec, MambaSpec):
+        return "whole"
+    shapes = [(tensors[layer].shape, tensors[layer].stride()) for layer in group.layer_names]
+    if any(len(shape) != 4 or (shape[1] > 1 and steps[1] < steps[2] * shape[2]) for shape, steps in shapes):
+        return "whole"
+    on_host = any(tensors[layer].device.type == "cpu" for layer in group.layer_names)
+    quantised = getattr(spec, "kv_quant_mode", KVQuantMode.NONE) != KVQuantMode.NONE
+    return "heads" if on_host or quantised else "tokens"
 
 
 def _cache(tensor: torch.Tensor, num_blocks: int, layer: str) -> Cache:

@@ -80,7 +80,9 @@ def pair_blocks(
     """
     if cached_tokens % block_size:
         raise ConfigError(f"{cached_tokens} cached tokens are not a whole number of blocks of {block_size}.")
-    unit = block_unit(block_size, remote_block_size)
+    # A state stands for all tokens before it, in one block on either side, however many tokens their blocks name.
+    stands_alone = not kind.per_token and block_size != remote_block_size
+    unit = 1 if stands_alone else block_unit(block_size, remote_block_size)
     live = blocks_covering(kind.live_range(num_tokens), unit)
     moving = range(max(live.start, cached_tokens // unit), live.stop)
     if not moving:

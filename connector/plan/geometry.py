@@ -6,6 +6,7 @@ Addresses come from base, stride, offset and length, never from tensor shapes on
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -79,13 +80,19 @@ class Share:
         return range(self.first, self.first + self.count)
 
 
+Cut = Literal["whole", "heads", "tokens"]
+"""What a kernel block may be cut into: nothing, its heads, or its heads and their tokens.
+
+A backend may keep the bytes of a head in an order of its own, and then no token of it can be told from another."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One KV-cache group: the layers that share a block table.
 
     pages: for each layer with a cache of its own, in the group's order, where its block lies (two pages a layer where K
     and V lie apart). kernel_blocks: into how many kernel blocks a block is cut. A page is ordered by kernel block, then
-    by part (`share`), then by token.
+    by part (`share`), then by token, as far as `cut` says.
     """
 
     kind: Kind
@@ -94,6 +101,7 @@ class Group:
     pages: tuple[Page, ...]
     share: Share = field(default_factory=Share)
     kernel_blocks: int = 1
+    cut: Cut = "tokens"
 
     def __post_init__(self) -> None:
         if min(self.block_size, self.kernel_blocks) < 1 or not self.layers or not self.pages:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Geometry, Group, Page, Strip
+from connector.plan.geometry import Cut, Geometry, Group, Page, Strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,7 @@ class _Inside:
     kernel_size: int
     first: int
     parts: int
+    cut: Cut
 
     def token_bytes(self, name: str) -> int:
         """Bytes of one token of one part."""
@@ -212,7 +213,27 @@ def _inside(group: Group, page: Page) -> _Inside:
         group.block_size // group.kernel_blocks,
         group.share.first,
         group.share.count,
+        group.cut,
     )
+
+
+def _require_cuts(name: str, ours: _Inside, theirs: _Inside, parts: range) -> None:
+    """ConfigError where a kernel block would have to be cut in a way that its backend does not allow."""
+    cuts = {ours.cut, theirs.cut}
+    if ours.kernel_size != theirs.kernel_size and cuts != {"tokens"}:
+        raise ConfigError(
+            f"{name}: the attention backend keeps blocks that cannot be cut between tokens.",
+            ours=f"blocks of {ours.kernel_size} tokens",
+            theirs=f"blocks of {theirs.kernel_size} tokens",
+            remedy="Give both engines the same --block-size.",
+        )
+    if len(parts) != max(ours.parts, theirs.parts) and "whole" in cuts:
+        raise ConfigError(
+            f"{name}: the attention backend keeps blocks that cannot be cut between heads.",
+            ours=f"{ours.parts} heads",
+            theirs=f"{theirs.parts} heads",
+            remedy="Give both engines the same --tensor-parallel-size.",
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -224,6 +245,7 @@ def _pieces(name: str, ours: _Inside, theirs: _Inside, parts: range) -> tuple[tu
         if ours.num_bytes != theirs.num_bytes:
             raise ConfigError(f"{name}: states differ in size.", ours=ours.num_bytes, theirs=theirs.num_bytes)
         return ((None, 0, 0, ours.num_bytes),)
+    _require_cuts(name, ours, theirs, parts)
     token_bytes = ours.token_bytes(name)
     if token_bytes != theirs.token_bytes(name):
         raise ConfigError(

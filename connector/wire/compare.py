@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -89,19 +90,19 @@ def _groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Diff
     for name in _COMPARED:
         yield from _told(ours, theirs, name, lambda *_: "refused")
     exact = ours.fields.get("verify_pages") == "on"
-    for name in ("block_size", "kernel_blocks"):
-        yield from _told(
-            ours, theirs, name, lambda one, other: "compatible" if _divides(one, other, exact) else "refused"
-        )
+    yield from _told(ours, theirs, "block_size", partial(_judge_blocks, exact))
+    yield from _told(ours, theirs, "kernel_blocks", lambda *_: "compatible")  # `plan.join` judges what they mean
 
 
-def _divides(one: int, other: int, exact: bool) -> bool:
-    """Whether blocks of these sizes can be read into each other. exact: pages are verified, which needs equal ones."""
-    return one == other or (False and not exact)
+def _judge_blocks(exact: bool, kind: str, one: int, other: int) -> Verdict:
+    """exact: pages are verified, which needs equal ones. A state lies in one block, whatever it is named for."""
+    if kind == "state":
+        return "refused" if exact else "compatible"
+    return "refused" if exact or max(one, other) % min(one, other) else "compatible"
 
 
 def _told(
-    ours: EngineDescription, theirs: EngineDescription, name: str, judge: Callable[[Any, Any], Verdict]
+    ours: EngineDescription, theirs: EngineDescription, name: str, judge: Callable[[str, Any, Any], Verdict]
 ) -> Iterator[Difference]:
     """Differences of one attribute of the groups: once where all groups differ alike, else by group."""
     pairs = [
@@ -113,7 +114,7 @@ def _told(
     alike = len({(str(mine), str(other)) for _, mine, other in differing}) == 1 and len(differing) == len(pairs)
     for index, mine, other in differing[:1] if alike else differing:
         field = name if alike else f"groups[{index}].{name}"
-        yield Difference(field, str(mine)[:200], str(other)[:200], judge(mine, other), remedy)
+        yield Difference(field, str(mine)[:200], str(other)[:200], judge(ours.groups[index].kind, mine, other), remedy)
 
 
 def _ranks(ours: EngineDescription, theirs: EngineDescription) -> Iterator[Difference]:

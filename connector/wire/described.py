@@ -55,6 +55,7 @@ def described_groups(geometry: Geometry) -> tuple[GroupDescription, ...]:
                 for page in group.pages
             ),
             kernel_blocks=group.kernel_blocks,
+            cut=group.cut,
         )
         for index, group in enumerate(geometry.groups)
     )
@@ -76,6 +77,7 @@ def geometry_of(engine: EngineDescription, rank: int = 0) -> Geometry:
             pages=tuple(Page(page.region, page.offset, page.num_bytes) for page in group.pages),
             share=Share(share.first, share.count, share.total),
             kernel_blocks=group.kernel_blocks,
+            cut=group.cut,
         )
         for group, share in zip(engine.groups, described.shares, strict=True)
     )

@@ -6,7 +6,7 @@ sizes by the limits below. What has been decoded is trusted afterwards.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -61,7 +61,8 @@ class GroupDescription(_Message, frozen=True, kw_only=True):
     """One cache group: what a peer needs to pair blocks, and a reader to understand it.
 
     page_bytes: one block in the group's first layer, all its pages. pages: for each layer with a cache of its own one,
-    or two where K and V lie apart; the same on every rank. kernel_blocks: into how many a block is cut.
+    or two where K and V lie apart; the same on every rank. kernel_blocks: into how many a block is cut. cut: what a
+    kernel block may be cut into on its way.
     """
 
     index: Count
@@ -74,6 +75,7 @@ class GroupDescription(_Message, frozen=True, kw_only=True):
     layers: Annotated[tuple[ShortText, ...], Meta(max_length=4096)]
     pages: Annotated[tuple[PageDescription, ...], Meta(max_length=8192)]
     kernel_blocks: Positive = 1
+    cut: Literal["whole", "heads", "tokens"] = "whole"
 
 
 class RankDescription(_Message, frozen=True, kw_only=True):

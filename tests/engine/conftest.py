@@ -95,16 +95,22 @@ def same_answer(got: Any, wanted: Any) -> bool:
 def live_bytes(engine: Engine, prompt_tokens: int, cached_blocks: int = 0) -> int:
     """Bytes of exactly the live pages of a prompt, from vLLM's own groups and a token-level oracle.
 
-    The last token is computed by D. A query at position q reads positions max(0, q - window + 1) … q - 1 of the cache.
+    The last token is computed by D. A query at position q reads positions max(0, q - window + 1) … q - 1 of the cache,
+    those of its own chunk, or the state after q - 1.
     """
     query = prompt_tokens - 1
     total = 0
     for group in engine.call("groups"):
-        first = 0 if group["window"] is None else max(0, query - group["window"] + 1)
-        read = range(first, query)
+        read = range(query)
+        if group["spec"] == "SlidingWindowSpec":
+            read = range(max(0, query - group["window"] + 1), query)
+        elif group["spec"] == "ChunkedLocalAttentionSpec":
+            read = range(query // group["chunk"] * group["chunk"], query)
+        elif group["spec"] == "MambaSpec":
+            read = range(query - 1, query)
         blocks = {position // group["block_size"] for position in read}
         moving = [block for block in blocks if block >= cached_blocks]
-        total += len(moving) * group["page_bytes"] * len(group["layers"])
+        total += len(moving) * group["data_bytes"] * len(group["layers"])
     return total
 
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.engine.specs import check_groups, geometry_from, kind_of, layout_of, memory_of
 from connector.errors import ConfigError
+from connector.plan.geometry import Share
 from connector.plan.kinds import ChunkedLocal, Full, Mla, SlidingWindow, State
 from connector.transport.nixl import united
 
@@ -92,6 +93,38 @@ def test_blocks_that_are_cut_into_kernel_blocks() -> None:
     assert (geometry.groups[0].kernel_blocks, geometry.num_blocks) == (4, BLOCKS)
     with pytest.raises(ConfigError, match="kernel blocks"):
         geometry_from(cache((FULL, ["a", "b"])), {"a": torch.zeros(SHAPE), "b": torch.zeros(2 * BLOCKS, 2, 8, 16)})
+
+
+@pytest.mark.parametrize(
+    ("heads_a_rank", "heads", "ranks", "wanted"),
+    [
+        (2, 2, 1, [(0, 2, 2)]),
+        (2, 4, 2, [(0, 2, 4), (2, 2, 4)]),
+        (1, 2, 2, [(0, 1, 2), (1, 1, 2)]),
+        (1, 1, 2, [(0, 1, 1), (0, 1, 1)]),
+        (1, 2, 4, [(0, 1, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2)]),
+    ],
+)
+def test_what_each_rank_holds(heads_a_rank: int, heads: int, ranks: int, wanted: list[tuple[int, ...]]) -> None:
+    spec = FullAttentionSpec(**COMMON | {"num_kv_heads": heads_a_rank})
+    tensors = {"a": torch.zeros(BLOCKS, heads_a_rank, 16, 16), "m": torch.zeros(BLOCKS, 1, 1, 40, dtype=torch.int8)}
+    for rank in range(ranks):
+        made = geometry_from(cache((spec, ["a"]), (STATE, ["m"])), tensors, heads=heads, rank=rank, ranks=ranks)
+        assert [group.share for group in made.groups] == [Share(*wanted[rank]), Share(rank, 1, ranks)]
+
+
+def test_what_blocks_may_be_cut_into() -> None:
+    """On the host vLLM keeps each head in an order of its own; states are never cut, nor tokens with heads inside."""
+    state = torch.zeros(BLOCKS, 1, 1, 40, dtype=torch.int8)
+    tensors = {"heads": torch.zeros(SHAPE), "tokens": torch.zeros(10, 16, 2, 16).permute(0, 2, 1, 3), "state": state}
+    made = geometry_from(cache((FULL, ["heads"]), (WINDOW, ["tokens"]), (STATE, ["state"])), tensors)
+    assert [group.cut for group in made.groups] == ["heads", "whole", "whole"]
+
+
+def test_states_with_speculation_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layer\.5 keeps a state"):
+        check_groups(cache((FULL, ["a"]), (STATE, ["layer.5"])), speculates=True)
+    check_groups(cache((FULL, ["a"])), speculates=True)
 
 
 def test_one_layer_s_pages_of_another_size_in_a_group_of_one_type() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from connector.errors import ConfigError
 from connector.plan.build import Blocks, descriptors, pair_blocks
-from connector.plan.geometry import Geometry, Group, Page, Region, Share
+from connector.plan.geometry import Cut, Geometry, Group, Page, Region, Share
 from connector.plan.join import block_unit, join
 from connector.plan.kinds import ChunkedLocal, Full, Kind, Mla, SlidingWindow, State, blocks_covering
 
@@ -34,6 +34,7 @@ class Rank:
         kernel_blocks: int = 1,
         share: Share | None = None,
         outermost: bool = False,
+        cut: Cut = "tokens",
     ) -> None:
         self.share = share or Share()
         self.block_size, self.kernel_blocks, self.kind = block_size, kernel_blocks, kind
@@ -59,6 +60,7 @@ class Rank:
             pages=pages,
             share=self.share,
             kernel_blocks=kernel_blocks,
+            cut=cut,
         )
         self.geometry = Geometry(regions, (group,))
 
@@ -212,11 +214,27 @@ def test_alike_engines_join_page_by_page() -> None:
             Rank(Full(), block_size=16, share=Share(2, 2, 4)),
             r"no prefill rank holds parts \[0, 1\]",
         ),
+        (
+            Rank(Full(), block_size=16, cut="heads"),
+            Rank(Full(), block_size=32, cut="heads"),
+            "cannot be cut between tokens",
+        ),
+        (
+            Rank(Full(), block_size=16, share=Share(0, 1, 2), cut="whole"),
+            Rank(Full(), block_size=16, share=Share(0, 2, 2), cut="whole"),
+            "cannot be cut between heads",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(ours: Rank, theirs: Rank, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         join(ours.geometry, [theirs.geometry])
+
+
+def test_kernel_blocks_of_one_size_need_no_cut() -> None:
+    ours = Rank(Full(), block_size=16, share=Share(0, 2, 2), cut="whole")
+    theirs = Rank(Full(), block_size=32, kernel_blocks=2, share=Share(0, 2, 2), cut="whole")
+    assert len(join(ours.geometry, [theirs.geometry])[0].lanes) == 2 * LAYERS
 
 
 def test_other_numbers_of_groups_pages_and_bytes_are_refused() -> None:

@@ -117,6 +117,22 @@ def test_pairs_join_equal_positions_and_leave_out_what_is_cached(
     assert list(zip(pairs.remote.tolist(), pairs.local.tolist(), strict=True)) == expected
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(640, 2048), (2048, 640), (640, 640)])
+def test_a_state_is_paired_by_what_it_stands_for(ours: int, theirs: int) -> None:
+    """Without prefix caching a block is named for the longest context, with it for an attention block's tokens."""
+    blocks, table = {640: (1, (31,)), 2048: (0, (31,))}, {640: [0, 41, 0], 2048: [41]}
+    pairs = pair_blocks(
+        kind=State(),
+        block_size=ours,
+        remote_block_size=theirs,
+        num_tokens=700,
+        cached_tokens=0,
+        offered=Blocks(*blocks[theirs]),
+        table=table[ours],
+    )
+    assert (pairs.remote.tolist(), pairs.local.tolist()) == ([31], [41])
+
+
 @pytest.mark.parametrize(
     ("cached", "offered", "table", "told"),
     [

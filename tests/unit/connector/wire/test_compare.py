@@ -79,6 +79,18 @@ def test_another_block_size_everywhere_is_named_once() -> None:
     assert "--block-size" in found[0].remedy
 
 
+def test_tensor_parallel_sizes_may_differ_but_not_for_states() -> None:
+    raw = msgspec.to_builtins(engine_description())
+    raw["ranks"] = [{**raw["ranks"][0], "shares": [{"first": r, "count": 1, "total": 2}] * 2} for r in range(2)]
+    both = msgspec.convert(raw, EngineDescription)
+    raw["ranks"] = [{**raw["ranks"][0], "shares": [{"first": 0, "count": 2, "total": 2}] * 2}]
+    one = msgspec.convert(raw, EngineDescription)
+    assert [(found.field, found.verdict) for found in compare(one, both)] == [("tp_size", "compatible")]
+    raw["ranks"] = [{**raw["ranks"][0], "shares": [{"first": 0, "count": 1, "total": 1}] * 2}]
+    undivided = msgspec.convert(raw, EngineDescription)
+    assert "groups[0] (sliding_window).parts" in [f.field for f in compare(undivided, both) if f.verdict == "refused"]
+
+
 def test_verified_pages_must_be_of_one_size() -> None:
     raw = msgspec.to_builtins(engine_description())
     raw["fields"]["verify_pages"] = "on"
