@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Geometry, Group, Page, Region, Share
+from connector.plan.geometry import Cut, Geometry, Group, Page, Region, Share
 from connector.plan.kinds import State
 from hma_cli.models.caches import Attention, Latent, Recurrent
 from hma_cli.models.grouping import CacheGroup, Grouping, GroupLayer
@@ -23,42 +23,50 @@ class KvLayout(StrEnum):
     SPLIT = "split"
 
 
-Cut = Callable[[GroupLayer], tuple[int, ...]]
-"""A layer's page cut into the byte lengths of its parts, from its start."""
+Division = Callable[[GroupLayer], tuple[int, ...]]
+"""A layer's page divided into the byte lengths of its parts, from its start."""
 
 
 def arena(
-    grouping: Grouping, *, rank: int, tp: int, cut: Cut, num_blocks: int, base: int = 0, with_padding: bool = False
+    grouping: Grouping,
+    *,
+    rank: int,
+    tp: int,
+    divide: Division,
+    num_blocks: int,
+    base: int = 0,
+    cut: Cut = "tokens",
+    with_padding: bool = False,
 ) -> Geometry:
     """The geometry of one rank.
 
-    cut: how a layer's page is divided, see `cut_for`. num_blocks: in the pool, the null block among them. base: address
-    of the first region, bytes. with_padding: short groups reach into regions where they have no layer, as vLLM's own
-    connector lets them.
+    divide: how a layer's page is divided, see `division_for`. num_blocks: in the pool, the null block among them. base:
+    address of the first region, bytes. cut: what blocks of attention may be cut into on their way. with_padding: short
+    groups reach into regions where they have no layer, as vLLM's own connector lets them.
     """
     if grouping.layout == "block_outermost":
         stride = grouping.bytes_per_block
         whole = Region(base=base, stride=stride, block_bytes=stride, num_blocks=num_blocks)
-        groups = [_group(group, rank, tp, _in_one_block(group, cut)) for group in grouping.groups]
+        groups = [_group(group, rank, tp, cut, _in_one_block(group, divide)) for group in grouping.groups]
         return Geometry((whole,), tuple(groups))
     slots = _slots(grouping, with_padding)
     strides = [
         max(group[slot].page_bytes for group in slots if slot < len(group)) for slot in range(max(map(len, slots)))
     ]
-    split = all(len(set(cut(layer))) == 1 and len(cut(layer)) == 2 for group in slots for layer in group)
+    split = all(len(set(divide(layer))) == 1 and len(divide(layer)) == 2 for group in slots for layer in group)
     if split:
         strides = [stride // 2 for stride in strides for _ in range(2)]
     regions = _regions(strides, num_blocks, base)
     return Geometry(
         regions,
         tuple(
-            _group(group, rank, tp, _two_regions(layers, cut) if split else _one_region(layers, cut))
+            _group(group, rank, tp, cut, _two_regions(layers, divide) if split else _one_region(layers, divide))
             for group, layers in zip(grouping.groups, slots, strict=True)
         ),
     )
 
 
-def cut_for(grouping: Grouping, kv_layout: KvLayout) -> Cut:
+def division_for(grouping: Grouping, kv_layout: KvLayout) -> Division:
     """How pages are divided under `kv_layout`. ConfigError where K and V cannot lie apart."""
     if kv_layout is KvLayout.PACKED:
         return _whole
@@ -126,21 +134,21 @@ def _regions(strides: Sequence[int], num_blocks: int, base: int) -> tuple[Region
     return tuple(regions)
 
 
-def _in_one_block(group: CacheGroup, cut: Cut) -> Iterable[Page]:
+def _in_one_block(group: CacheGroup, divide: Division) -> Iterable[Page]:
     offset = 0
     for layer in group.layers:
-        yield from _parts(0, offset, cut(layer))
+        yield from _parts(0, offset, divide(layer))
         offset += layer.page_bytes
 
 
-def _one_region(layers: Sequence[GroupLayer], cut: Cut) -> Iterable[Page]:
+def _one_region(layers: Sequence[GroupLayer], divide: Division) -> Iterable[Page]:
     for slot, layer in enumerate(layers):
-        yield from _parts(slot, 0, cut(layer))
+        yield from _parts(slot, 0, divide(layer))
 
 
-def _two_regions(layers: Sequence[GroupLayer], cut: Cut) -> Iterable[Page]:
+def _two_regions(layers: Sequence[GroupLayer], divide: Division) -> Iterable[Page]:
     for slot, layer in enumerate(layers):
-        for half, size in enumerate(cut(layer)):
+        for half, size in enumerate(divide(layer)):
             yield Page(2 * slot + half, 0, size)
 
 
@@ -150,13 +158,14 @@ def _parts(region: int, offset: int, sizes: Iterable[int]) -> Iterable[Page]:
         offset += size
 
 
-def _group(group: CacheGroup, rank: int, tp: int, pages: Iterable[Page]) -> Group:
+def _group(group: CacheGroup, rank: int, tp: int, cut: Cut, pages: Iterable[Page]) -> Group:
     return Group(
         kind=group.kind,
         block_size=group.block_size,
         layers=tuple(layer.layer.name for layer in group.layers),
         pages=tuple(pages),
         share=_share(group, rank, tp),
+        cut="whole" if group.kind == State() else cut,
     )
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from connector.errors import ConfigError
-from connector.plan.geometry import Geometry
-from hma_cli.inspection.arena import Cut, KvLayout, arena, cut_for
+from connector.plan.geometry import Cut, Geometry
+from hma_cli.inspection.arena import Division, KvLayout, arena, division_for
 from hma_cli.inspection.pool import PoolState, Table, pool_size
 from hma_cli.models.caches import Recurrent
 from hma_cli.models.grouping import Grouping, GroupLayer
@@ -37,7 +37,8 @@ class Engine:
 class Memory:
     """How the memory of a planned engine is laid out.
 
-    num_blocks: in the pool; None for what a request of `num_tokens` tokens needs in a pool of that state.
+    num_blocks: in the pool; None for what a request of `num_tokens` tokens needs in a pool of that state. cut: what
+    blocks of attention may be cut into on their way.
     """
 
     tp: int
@@ -46,11 +47,12 @@ class Memory:
     pool: PoolState
     num_blocks: int | None
     base: int
+    cut: Cut = "tokens"
 
 
 def engine(grouping: Grouping, memory: Memory) -> Engine:
     """An engine as our connector sees it."""
-    return _engine(grouping, memory, cut_for(grouping, memory.kv_layout), with_padding=False)
+    return _engine(grouping, memory, division_for(grouping, memory.kv_layout), with_padding=False)
 
 
 def in_tree_engine(grouping: Grouping, memory: Memory) -> Engine:
@@ -58,16 +60,16 @@ def in_tree_engine(grouping: Grouping, memory: Memory) -> Engine:
 
     ConfigError for states that it does not support.
     """
-    cut = cut_for(grouping, memory.kv_layout)
+    divide = division_for(grouping, memory.kv_layout)
 
     def parts(layer: GroupLayer) -> tuple[int, ...]:
         cache = layer.layer.cache
-        return _state_parts(layer, cache) if isinstance(cache, Recurrent) else cut(layer)
+        return _state_parts(layer, cache) if isinstance(cache, Recurrent) else divide(layer)
 
     return _engine(grouping, memory, parts, with_padding=True)
 
 
-def _engine(grouping: Grouping, memory: Memory, cut: Cut, *, with_padding: bool) -> Engine:
+def _engine(grouping: Grouping, memory: Memory, divide: Division, *, with_padding: bool) -> Engine:
     tables = tuple(Table(group.kind, group.block_size) for group in grouping.groups)
     num_blocks = memory.num_blocks or pool_size(tables, memory.num_tokens, memory.pool)
     ranks = tuple(
@@ -75,7 +77,8 @@ def _engine(grouping: Grouping, memory: Memory, cut: Cut, *, with_padding: bool)
             grouping,
             rank=rank,
             tp=memory.tp,
-            cut=cut,
+            divide=divide,
+            cut=memory.cut,
             num_blocks=num_blocks,
             base=memory.base,
             with_padding=with_padding,

@@ -203,6 +203,7 @@ def _case(
         pool=request.pool,
         num_blocks=request.num_blocks,
         base=P_BASE,
+        cut="heads" if request.device == "cpu" else "tokens",  # as `connector.engine.specs` finds it
     )
     return HandOver(
         prompt_tokens=request.prompt_tokens,

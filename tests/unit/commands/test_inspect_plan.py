@@ -154,6 +154,11 @@ REFUSALS: dict[str, tuple[tuple[object, ...], str, str]] = {
         "must divide the other",
         "the same --block-size",
     ),
+    "blocks that cannot be cut": (
+        ("--model", GEMMA, "--device", "cpu", "--prefill-block-size", 32, "--decode-block-size", 64),
+        "cannot be cut between tokens",
+        "the same --block-size",
+    ),
     "outermost on cpu": (
         ("--model", GEMMA, "--device", "cpu", "--memory-layout", "block-outermost"),
         "layer-compact caches only",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from connector.errors import ConfigError, HmaError
 from connector.plan.geometry import Geometry
 from connector.plan.kinds import ChunkedLocal, Full, Kind, Mla, SlidingWindow, State
-from hma_cli.inspection.arena import KvLayout, arena, cut_for, moved_bytes
+from hma_cli.inspection.arena import KvLayout, arena, division_for, moved_bytes
 from hma_cli.models import catalog
 from hma_cli.models.caches import Attention
 from hma_cli.models.grouping import EngineOptions, Grouping, group_layers
@@ -27,7 +27,7 @@ def made(
         grouping,
         rank=rank,
         tp=tp,
-        cut=cut_for(grouping, kv_layout),
+        divide=division_for(grouping, kv_layout),
         num_blocks=BLOCKS,
         base=4096,
         with_padding=with_padding,
@@ -141,12 +141,12 @@ def test_latents_are_on_every_rank_and_states_divided() -> None:
 
 def test_k_and_v_apart_need_halves() -> None:
     with pytest.raises(ConfigError, match="keeps a state"):
-        cut_for(grouped([State(), Full()]), KvLayout.SPLIT)
+        division_for(grouped([State(), Full()]), KvLayout.SPLIT)
     (layer,) = layers([Full()])
     narrow = replace(layer, cache=replace(layer.cache, head_size=192, head_size_v=128))
     with pytest.raises(ConfigError, match="keys of 192 and values of 128 elements"):
-        cut_for(group_layers([narrow], EngineOptions()), KvLayout.SPLIT)
-    assert cut_for(grouped([Mla()]), KvLayout.SPLIT)(grouped([Mla()]).groups[0].layers[0]) == (16 * 24,)
+        division_for(group_layers([narrow], EngineOptions()), KvLayout.SPLIT)
+    assert division_for(grouped([Mla()]), KvLayout.SPLIT)(grouped([Mla()]).groups[0].layers[0]) == (16 * 24,)
     whole = grouped([ChunkedLocal(64)]).groups[0].layers[0]
     assert isinstance(whole.layer.cache, Attention)
-    assert cut_for(grouped([ChunkedLocal(64)]), KvLayout.SPLIT)(whole) == (8 * TOKEN, 8 * TOKEN)
+    assert division_for(grouped([ChunkedLocal(64)]), KvLayout.SPLIT)(whole) == (8 * TOKEN, 8 * TOKEN)
