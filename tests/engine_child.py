@@ -6,17 +6,23 @@ commands it steps the engine as a server core would, so that leases end and bloc
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
+import signal
 import sys
 import traceback
 from typing import Any
 
 import psutil
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
+    # A test run that is killed must not leave its engines behind.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     engine = ChildEngine(json.loads(sys.argv[2]))
     out.write(json.dumps({"ready": True}) + "\n")
