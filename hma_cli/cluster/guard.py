@@ -28,7 +28,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 SHARED_MEMORY = Path("/dev/shm")
 _STOP_STEPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-_LOOK_OFTEN, _LOOK_RARELY, _STARTING = 2.0, 30.0, 240.0  # seconds
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -163,8 +162,9 @@ class Guard:
     def _watch(self, wakeups: int) -> None:
         """Wait until the command has ended by itself, or for the order to stop: end of input or a signal."""
         while self._status is None:
-            # Servers make their shared memory while they start: look often then, and now and then later.
-            pause = _LOOK_OFTEN if time.monotonic() < self._started + _STARTING else _LOOK_RARELY
+            # Servers make their shared memory while they start: look often then, and seldom later, for an idle pair
+            # is to be quiet.
+            pause = min(30.0, max(2.0, (time.monotonic() - self._started) / 4))
             ready, _, _ = select.select([0, wakeups], [], [], pause)
             if not ready:
                 self._shared.sample(descendants(os.getpid()))
