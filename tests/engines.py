@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hma_cli.models.options import AUTO
+
 STARTUP_SECONDS = 240
 
 
@@ -137,6 +139,13 @@ def engine_args(model: Path, connector: str | None, **changes: Any) -> dict[str,
             "kv_connector_extra_config": {"lease_seconds": 10.0} if connector == "hma" else {},
         }
     return {**args, **changes}
+
+
+def state_dtype() -> str:
+    """In what vLLM's CPU backend keeps states, for `RankOptions`: it decides by the processor."""
+    import torch
+
+    return "float32" if torch.cpu._is_avx512_bf16_supported() else AUTO
 
 
 @contextlib.contextmanager

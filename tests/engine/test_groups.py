@@ -16,7 +16,7 @@ from hma_cli.models.architectures import layers_of
 from hma_cli.models.grouping import EngineOptions, group_layers
 from hma_cli.models.lookup import find
 from hma_cli.models.options import RankOptions
-from tests.engines import engine_args, engines
+from tests.engines import engine_args, engines, state_dtype
 from tests.hybrid_models import HYBRIDS
 
 MAX_MODEL_LEN = 1024
@@ -65,7 +65,8 @@ def planned(
         prefix_caching=prefix_caching,
         max_model_len=MAX_MODEL_LEN,
     )
-    grouping = group_layers(layers_of(find(str(path)), RankOptions(dtype=dtype)), options)
+    layers = layers_of(find(str(path)), RankOptions(dtype=dtype, ssm_dtype=state_dtype()))
+    grouping = group_layers(layers, options)
     return [
         {
             "kind": group.kind.name,

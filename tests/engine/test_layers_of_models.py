@@ -15,6 +15,7 @@ from hma_cli.models.architectures import layers_of
 from hma_cli.models.caches import Recurrent
 from hma_cli.models.config import parse
 from hma_cli.models.options import RankOptions
+from tests.engines import state_dtype
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
@@ -59,7 +60,7 @@ def test_layers_are_those_that_vllm_builds() -> None:
 
 
 def ours(name: str, config: dict[str, Any]) -> list[list[object]]:
-    layers = layers_of(parse(config, name=name, source="test"), RankOptions())
+    layers = layers_of(parse(config, name=name, source="test"), RankOptions(ssm_dtype=state_dtype()))
     return [
         [
             layer.kind.name,

@@ -1,6 +1,7 @@
 """All faults of `faults`, one after the other, for our connector and for vLLM's own, in one run.
 
-`python -m tests.reliability.table` prints what came of each; `--write` puts the tables into docs/reliability.md.
+`python -m tests.reliability.table` prints what came of each; `--write` puts the tables into docs/reliability.md. With
+`--rows FILE` every row is kept as it comes, and a run that was interrupted goes on where it ended.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from hma_cli.cluster.ports import Ports
 from tests.models import GEMMA3_VOCAB, tiny_gemma3
@@ -35,21 +39,45 @@ async def reference_prompts(setup: Setup, ports: Ports) -> tuple[list[Prompt], l
     return made[: -len(EDGES)], made[-len(EDGES) :]
 
 
+class Rows:
+    """Rows by connector and fault, kept in a file of JSON lines where one is named."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[tuple[str, str], Row] = {}
+        if path is not None and path.exists():
+            for line in path.read_bytes().splitlines():
+                connector, row = msgspec.json.decode(line, type=tuple[str, Row])
+                self._known[connector, row.fault] = row
+
+    def get(self, connector: str, fault: Fault) -> Row | None:
+        return self._known.get((connector, fault.name))
+
+    def add(self, connector: str, row: Row) -> None:
+        self._known[connector, row.fault] = row
+        if self._path is not None:
+            with self._path.open("ab") as stream:
+                stream.write(msgspec.json.encode((connector, row)) + b"\n")
+
+
 async def run_faults(
-    setup: Setup, faults: Sequence[Fault], prompts: Sequence[Prompt], edges: Sequence[Prompt], ports: Ports
-) -> list[Row]:
+    setup: Setup,
+    faults: Sequence[Fault],
+    prompts: Sequence[Prompt],
+    edges: Sequence[Prompt],
+    ports: Ports,
+    add: Callable[[Row], None],
+) -> None:
     """Start a pair and let it suffer these faults in turn."""
     assert setup.connector is not None
     p = Server("P", setup, core=0, ports=ports)
     d = Server("D", setup, core=1, ports=ports)
-    rows = []
     async with serving(p, d), Gate(p.control_port) as gate, Client(p, d, gate) as client:
         world = World(setup.connector, p, d, client, gate, prompts, edges)
         for fault in faults:
             row = await observe(world, fault)
-            rows.append(row)
+            add(row)
             sys.stderr.write(f"{setup.connector}: {_line(row)}\n")
-    return rows
 
 
 def _line(row: Row) -> str:
@@ -88,8 +116,8 @@ def _got(row: Row | None, fault: Fault) -> str:
     return text + ("" if row.after == HEALTHY else f"; **afterwards: {row.after}**")
 
 
-async def run(connectors: Sequence[str], faults: Sequence[Fault], log_dir: Path) -> dict[str, list[Row]]:
-    """The faults for each connector, with the same prompts."""
+async def run(connectors: Sequence[str], faults: Sequence[Fault], log_dir: Path, rows: Rows) -> dict[str, list[Row]]:
+    """The faults for each connector, with the same prompts. What `rows` knows already is not run again."""
     found = {}
     with Ports() as ports:
         base = Setup(model=tiny_gemma3(), log_dir=log_dir)
@@ -101,7 +129,10 @@ async def run(connectors: Sequence[str], faults: Sequence[Fault], log_dir: Path)
             policy = "recompute" if connector == "hma" else None
             setup = Setup(model=base.model, log_dir=directory, connector=connector, policy=policy)
             mine = [fault for fault in faults if fault.only in ("", connector)]
-            found[connector] = await run_faults(setup, mine, prompts, edges, ports)
+            missing = [fault for fault in mine if rows.get(connector, fault) is None]
+            if missing:
+                await run_faults(setup, missing, prompts, edges, ports, partial(rows.add, connector))
+            found[connector] = [row for fault in mine if (row := rows.get(connector, fault)) is not None]
     return found
 
 
@@ -109,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/faults", description=__doc__.partition("\n")[0])
     parser.add_argument("--connector", choices=["hma", "nixl"], action="append", help="one only; both unless told")
     parser.add_argument("--only", metavar="TEXT", help="faults whose name contains this")
+    parser.add_argument("--rows", metavar="FILE", type=Path, help="keep rows here, and go on after those that it holds")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args()
     if arguments.write and (arguments.connector or arguments.only):
@@ -116,7 +148,7 @@ def main() -> int:
     faults = [fault for fault in FAULTS if (arguments.only or "") in fault.name]
     log_dir = Path(tempfile.mkdtemp(prefix="hma-faults-"))
     sys.stderr.write(f"logs: {log_dir}\n")
-    found = asyncio.run(run(arguments.connector or ["hma", "nixl"], faults, log_dir))
+    found = asyncio.run(run(arguments.connector or ["hma", "nixl"], faults, log_dir, Rows(arguments.rows)))
     text = tables(found, faults)
     sys.stdout.write(text)
     if arguments.write:
