@@ -430,8 +430,8 @@ async def garbage(world: World) -> Answers:
 
 
 def _attack(port: int) -> int:
-    """1,000 connections, ZeroMQ messages of random bytes up to 10 MB, and a broken handshake; counts what was sent, for a
-    listener may take fewer."""
+    """1,000 connections, ZeroMQ messages of random bytes up to 10 MB, and a broken handshake. Returns how many were sent:
+    a listener may take fewer."""
     import socket
 
     import zmq
