@@ -430,7 +430,7 @@ async def garbage(world: World) -> Answers:
 
 
 def _attack(port: int) -> int:
-    """1,000 connections, ZeroMQ messages of random bytes up to 10 MB, and a broken handshake. Returns how many were sent:
+    """1,000 connections, ZeroMQ messages of random bytes up to 10 MB, a broken handshake. Returns how many were sent:
     a listener may take fewer."""
     import socket
 
