@@ -73,6 +73,9 @@ def inspect_plan(
     device: Annotated[Device, typer.Option(help="Where the engines run: block sizes differ.")] = Device.cuda,
     dtype: Annotated[str | None, typer.Option(help="Data type of the weights. Default: the model's.")] = None,
     kv_dtype: Annotated[str, typer.Option(help="Data type of the KV cache, as vLLM's --kv-cache-dtype.")] = "auto",
+    ssm_dtype: Annotated[
+        str, typer.Option(help="Data type of recurrent states, as vLLM's --mamba-ssm-cache-dtype.")
+    ] = "auto",
     kv_layout: Annotated[
         KvLayoutChoice, typer.Option(help="K and V in one page (vLLM 0.32) or apart (older releases).")
     ] = KvLayoutChoice.PACKED,
@@ -132,6 +135,7 @@ def inspect_plan(
         device=device.value,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        ssm_dtype=ssm_dtype,
         kv_layout=KvLayout(kv_layout.value),
         memory_layout=cast("MemoryLayout", memory_layout.replace("-", "_")) if memory_layout else None,
         prefix_caching=prefix_caching,

@@ -17,7 +17,7 @@ from hma_cli.models.blocks import Device, EngineOptions, MemoryLayout
 from hma_cli.models.capacity import Capacity, Load, capacity, resident
 from hma_cli.models.config import ModelConfig
 from hma_cli.models.grouping import Grouping, group_layers
-from hma_cli.models.options import RankOptions
+from hma_cli.models.options import AUTO, RankOptions
 
 MAX_PROMPT_TOKENS = 1 << 24
 """Longer than any model takes; in blocks of 16 tokens more than the 2^20 blocks of a group that an offer can name."""
@@ -44,6 +44,7 @@ class Request:
     device: Device = "cuda"
     dtype: str | None = None
     kv_dtype: str = "auto"
+    ssm_dtype: str = "auto"
     kv_layout: KvLayout = KvLayout.PACKED
     memory_layout: MemoryLayout | None = None
     prefix_caching: bool | None = None
@@ -95,12 +96,19 @@ class Inspection:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the figures should know: about the file, the groups, and what was not asked for."""
-        spans = any(group.kind == State() for group in self.groups) and not self.decode.prefix_caching
-        assumed = (
-            "without prefix caching a state's block spans the longest request; --max-model-len is not given, so that "
-            f"is the prompt: {self.request.prompt_tokens:,} tokens",
-        )
-        return (*self.config.notes, *self.decode.notes, *(assumed if spans and not self.request.max_model_len else ()))
+        notes = [*self.config.notes, *self.decode.notes]
+        if any(group.kind == State() for group in self.groups):
+            if not self.decode.prefix_caching and not self.request.max_model_len:
+                notes.append(
+                    "without prefix caching a state's block spans the longest request; --max-model-len is not given, "
+                    f"so that is the prompt: {self.request.prompt_tokens:,} tokens"
+                )
+            if self.request.device == "cpu" and self.request.ssm_dtype == AUTO:
+                notes.append(
+                    "on processors with AVX-512 BF16 vLLM's CPU backend keeps states in float32; "
+                    "plan for those with --ssm-dtype float32"
+                )
+        return tuple(notes)
 
     @cached_property
     def load(self) -> Load:
@@ -181,7 +189,8 @@ def _shapes(grouping: Grouping) -> tuple[GroupShape, ...]:
 
 
 def _grouping(config: ModelConfig, request: Request, tp: int, block_size: int | None, hma: bool) -> Grouping:
-    layers = layers_of(config, RankOptions(tp=tp, dtype=request.dtype, kv_dtype=request.kv_dtype))
+    rank = RankOptions(tp=tp, dtype=request.dtype, kv_dtype=request.kv_dtype, ssm_dtype=request.ssm_dtype)
+    layers = layers_of(config, rank)
     options = EngineOptions(
         block_size=block_size,
         device=request.device,

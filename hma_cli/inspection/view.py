@@ -104,6 +104,7 @@ def document(found: Inspection) -> dict[str, Any]:
         "cached_tokens": request.cached_tokens,
         "device": request.device,
         "kv_dtype": request.kv_dtype,
+        "ssm_dtype": request.ssm_dtype,
         "kv_layout": request.kv_layout.value,
         "memory_layout": decode.layout,
         "pool": request.pool.value,

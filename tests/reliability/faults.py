@@ -425,7 +425,9 @@ async def d_killed(world: World) -> Answers:
 async def garbage(world: World) -> Answers:
     """Bytes, frames and connections that no peer sends, at P's control port; then healthy requests."""
     sent = await asyncio.to_thread(_attack, world.prefill.control_port)
-    world.proved(sent > 100, f"{sent} messages and connections")
+    # Only 116 reached vLLM's own listener; that is something about it, and shall not end the run.
+    least = 1000 if world.connector == "hma" else 100
+    world.proved(sent > least, f"{sent} messages and connections")
     return [await world.client.ask(prompt) for prompt in world.take(3)]
 
 

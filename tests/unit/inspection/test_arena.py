@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from connector.errors import ConfigError, HmaError
+from connector.errors import ConfigError
 from connector.plan.geometry import Geometry
 from connector.plan.kinds import ChunkedLocal, Full, Kind, Mla, SlidingWindow, State
 from hma_cli.inspection.arena import KvLayout, arena, division_for, moved_bytes
-from hma_cli.models import catalog
 from hma_cli.models.caches import Attention
 from hma_cli.models.grouping import EngineOptions, Grouping, group_layers
 from tests.unit.inspection.samples import STATE, TOKEN, grouped, inspected, layers, mixtures
+from tests.unit.models.variations import SERVED
 
 BLOCKS = 7
 
@@ -65,12 +65,9 @@ def test_pages_and_regions_lie_apart(kinds: list[Kind], kv_layout: KvLayout, lay
         assert sum(region.block_bytes for region in geometry.regions) == grouping.bytes_per_block
 
 
-@pytest.mark.parametrize("name", catalog.names())
+@pytest.mark.parametrize("name", SERVED)
 def test_pages_and_regions_of_published_models_lie_apart(name: str) -> None:
-    try:
-        found = inspected(name)
-    except HmaError:
-        pytest.skip("vLLM 0.32 does not serve it")
+    found = inspected(name)
     for engine in (found.case.prefill, found.case.decode):
         for geometry in engine.ranks:
             require_sound(geometry)

@@ -282,3 +282,16 @@ def test_where_the_values_came_from_is_said() -> None:
     assert last.startswith(f"{GEMMA}: config.json from catalog")
     assert "text_config.sliding_window_pattern" in last and "class default of Gemma3TextConfig" in last
     assert result.data["origins"]["text_config.head_dim"] == "class default of Gemma3TextConfig"
+
+
+@pytest.mark.parametrize(("ssm_dtype", "num_bytes"), [("auto", 194_560), ("float32", 358_400)])
+def test_states_are_planned_in_the_data_type_that_is_asked_for(ssm_dtype: str, num_bytes: int) -> None:
+    """The bytes of a state are those that vLLM's own classes ask for, on processors without and with AVX-512 BF16."""
+    found = inspected("state-spaces/mamba-2.8b-hf", device="cpu", ssm_dtype=ssm_dtype)
+    assert found.plan.total.num_bytes == 64 * num_bytes
+    assert any("--ssm-dtype float32" in note for note in found.notes) == (ssm_dtype == "auto")
+    assert document(found)["ssm_dtype"] == ssm_dtype
+
+
+def test_models_without_states_are_told_nothing_about_them() -> None:
+    assert not any("--ssm-dtype" in note for note in inspected(GEMMA, device="cpu").notes)

@@ -16,7 +16,7 @@ from hma_cli.models.architectures import RULES, layers_of
 from hma_cli.models.caches import Layer, Recurrent
 from hma_cli.models.lookup import find
 from hma_cli.models.options import RankOptions
-from tests.unit.models.variations import LLAMA, REFUSED, changed, config_of, layers, only, page_bytes
+from tests.unit.models.variations import LLAMA, REFUSED, SERVED, changed, config_of, layers, only, page_bytes
 
 EXPECTED = Path(__file__).parents[4] / "shared" / "data" / "expected_groups.json"
 KINDS = {
@@ -36,7 +36,7 @@ def named_kind(layer: Layer) -> str:
 
 
 @pytest.mark.skipif(not EXPECTED.is_file(), reason="the reference figures are not beside this checkout")
-@pytest.mark.parametrize("model", [name for name in catalog.names() if name != REFUSED])
+@pytest.mark.parametrize("model", SERVED)
 def test_layers_and_pages_are_those_of_vllms_own_groups(model: str) -> None:
     expected = json.loads(EXPECTED.read_text())[model]["block16"]
     found = layers(model, dtype=FIGURES_DTYPE.get(model))

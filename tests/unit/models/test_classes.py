@@ -11,9 +11,19 @@ from hma_cli.models import catalog
 from hma_cli.models.architectures import RULES, layers_of
 from hma_cli.models.classes import CLASSES, ConfigClass
 from hma_cli.models.options import RankOptions
-from tests.unit.models.variations import REFUSED, config_of, layers
+from tests.unit.models.variations import SERVED, config_of, layers
 
 IN_TRANSFORMERS = [entry for entry in CLASSES.values() if entry.in_transformers]
+# Classes that leave out what only files state.
+UNFILLED = ("deepseek_v32", "mimo_v2_flash", "lfm2_moe")
+# Architectures whose whole config transformers' own class writes out.
+FILLED_IN = [
+    name
+    for name, rule in RULES.items()
+    if name.endswith("ForCausalLM")
+    and CLASSES[rule.model_types[0]].in_transformers
+    and rule.model_types[0] not in UNFILLED
+]
 
 
 @pytest.mark.parametrize("entry", IN_TRANSFORMERS, ids=lambda entry: entry.model_type)
@@ -30,13 +40,11 @@ def test_class_defaults_are_those_of_transformers(entry: ConfigClass) -> None:
     assert found == dict(entry.defaults)
 
 
-@pytest.mark.parametrize("architecture", [name for name in RULES if name.endswith("ForCausalLM")])
+@pytest.mark.parametrize("architecture", FILLED_IN)
 def test_a_file_that_says_nothing_means_what_transformers_fills_in(architecture: str) -> None:
     """Layers from the fewest fields equal those from everything that transformers' class writes out for them."""
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
     model_type = RULES[architecture].model_types[0]
-    if not CLASSES[model_type].in_transformers or model_type in ("deepseek_v32", "mimo_v2_flash", "lfm2_moe"):
-        pytest.skip("its class is not in transformers, or leaves out what only files state")
     least: dict[str, object] = {"num_hidden_layers": 24, "hidden_size": 5120, "dtype": "bfloat16"}
     if model_type == "nemotron_h":
         least = {"hidden_size": 4096, "hybrid_override_pattern": "M-M*E", "dtype": "bfloat16"}
@@ -51,10 +59,8 @@ def test_a_file_that_says_nothing_means_what_transformers_fills_in(architecture:
     assert layers(config_of({**least, **named})) == layers(config_of({**filled, **named}))
 
 
-@pytest.mark.parametrize("model", catalog.names())
+@pytest.mark.parametrize("model", SERVED)
 def test_class_defaults_that_the_catalog_documents_are_in_use(model: str) -> None:
-    if model == REFUSED:
-        pytest.skip("vLLM 0.32 does not have it")
     entry = json.loads((Path(catalog.__file__).parent / f"{model.replace('/', '--')}.json").read_text())
     config = catalog.load(model)
     layers_of(config, RankOptions())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hma_cli.models import catalog
 from hma_cli.models.architectures import layers_of
 from hma_cli.models.caches import Attention, Latent, Layer
 from hma_cli.models.config import ModelConfig, parse
@@ -12,6 +13,8 @@ from hma_cli.models.options import RankOptions
 
 REFUSED = "microsoft/Phi-4-mini-flash-reasoning"
 """The one model of the catalog that vLLM 0.32 does not have."""
+
+SERVED = [name for name in catalog.names() if name != REFUSED]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
