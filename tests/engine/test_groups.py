@@ -47,6 +47,7 @@ def _arguments(model: str, block_size: int | None, hma: bool, prefix_caching: bo
     return engine_args(
         HYBRIDS[model](),
         None,
+        dtype="auto",
         max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
         enable_prefix_caching=prefix_caching,

@@ -24,7 +24,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
     """one, two: by number of ranks. large: one rank, blocks of 64 tokens."""
 
     def args(ranks: int = 1, block: int = BLOCK) -> dict[str, Any]:
-        made = engine_args(tiny_gemma3(kv_heads=2), "hma", block_size=block, dtype="float32")
+        made = engine_args(tiny_gemma3(kv_heads=2), "hma", block_size=block)
         return made | ({"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"} if ranks > 1 else {})
 
     specs = {"one": args(), "two": args(ranks=2), "large": args(block=64)}
