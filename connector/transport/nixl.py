@@ -11,12 +11,12 @@ from connector.errors import StackError, TransportError
 from connector.plan.geometry import Region, Rows, Strip
 from connector.transport.base import Progress, Telemetry
 
-PROGRESS_DELAY_US = 1000
+PROGRESS_DELAY_US = 10_000
 _STATES = {"DONE": Progress.DONE, "PROC": Progress.PENDING}
 
 
 class NixlTransport:
-    """`nixl_agent` with a progress thread that sleeps between looks.
+    """`nixl_agent` with a progress thread that sleeps until UCX wakes it.
 
     NIXL's Python agent fixes that thread's delay at 0, which spins a whole core in every idle server; see
     `quiet_agent`. memory: `DRAM` or `VRAM`, in NIXL's words. backends: NIXL plugins, UCX unless told otherwise.
@@ -144,7 +144,9 @@ class NixlRead:
 
 
 def quiet_agent(name: str, backends: Sequence[str], delay_us: int = PROGRESS_DELAY_US):  # type: ignore[no-untyped-def]
-    """A `nixl_agent` whose progress thread sleeps `delay_us` microseconds between looks.
+    """A `nixl_agent` whose progress thread waits for UCX's events, `delay_us` microseconds at most.
+
+    A read does not wait for the delay: its events wake the thread. The delay is what an idle server pays for.
 
     `nixl_agent` offers no setting for the delay, so the agent is made without a backend and its inner agent is replaced
     by one with the delay before any backend exists.
